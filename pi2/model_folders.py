@@ -254,7 +254,7 @@ def make_file(made: _Job, notes: Mapping[str, bytes], progress: Progress) -> int
     from pi2.importing.conversion_job import describe_files, keep_old_notes, read_extra_files
     from pi2.importing.quantize import quantize_checkpoint
     from pi2.importing.requirements import check_checkpoint
-    from pi2.store.verification import UnfinishedStore
+    from pi2.store.files import UnfinishedStore
 
     checkpoint, document = made.checkpoint, made.document
     check_checkpoint(checkpoint, document)
@@ -262,17 +262,14 @@ def make_file(made: _Job, notes: Mapping[str, bytes], progress: Progress) -> int
     from importlib.metadata import version
 
     asked = version("pi2"), made.wish, document.quantization, describe_files(checkpoint)
-    job = hashlib.sha256(repr(asked).encode())
-    room = UnfinishedStore(made.output, job=job.hexdigest(), replace=made.replace)
-    try:
+    job = hashlib.sha256(repr(asked).encode()).hexdigest()
+    keeps = checkpoint.shards is not None
+    with UnfinishedStore(made.output, job=job, replace=made.replace, keeps_failed=keeps) as room:
         place = room.folder / FILE
         file = quantize_checkpoint(checkpoint, document, place, made.wish, progress=progress)
         for path, content in keep_old_notes(made.output, notes).items():
             (room.folder / path).write_bytes(content)
-    except BaseException:
-        room.abandon(keep=checkpoint.shards is not None)
-        raise
-    room.publish()
+        room.publish()
     return file.size_bytes
 
 
@@ -300,20 +297,14 @@ def keep_files(
     files' bytes.  They are linked, or copied to another disk, and stay where they are.  Raises
     `UserError` P521 to P523."""
     from pi2.importing.conversion_job import keep_old_notes
-    from pi2.store.verification import UnfinishedStore, explain_os_error
+    from pi2.store.files import UnfinishedStore
 
-    room = UnfinishedStore(output, job="", replace=replace)
-    try:
+    with UnfinishedStore(output, job="", replace=replace) as room:
         for name, file in files.items():
             link_or_copy(file.resolve(), room.folder / name)
         for path, content in keep_old_notes(output, notes).items():
             (room.folder / path).write_bytes(content)
-    except BaseException as error:
-        room.abandon(keep=False)
-        if isinstance(error, OSError):
-            raise explain_os_error(error, output) from None
-        raise
-    room.publish()
+        room.publish()
     return sum(file.stat().st_size for file in files.values())
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pi2.caches import check_regular, read_regular
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import Checkpoint, read_given
 from pi2.importing.quantizers import Quantizer
-from pi2.model.tensor import DenseTensor
+from pi2.importing.safetensors_file import Shards
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import ScalesPlace
 from pi2.sandbox.tokenizer import TokenizerRefused, try_tokenizer
@@ -25,40 +25,63 @@ from pi2.store.writer import keep_groups
 from pi2.tokens import CHAT_TEMPLATE, TOKENIZER_CONFIG
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A part of the output."""
+
+    find: Callable[[], set[Path]]
+    """Gives the files that it is made of."""
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """The parts that can be converted once one more file has arrived."""
+    """The tasks that can be done once one more file has arrived."""
 
     file: Path | None
-    """The file that arrives; None for parts without a file, such as zeros."""
-    layers: tuple[int, ...]
-    """Layers whose neurons are in this file and earlier ones."""
-    tensors: tuple[DenseTensor, ...]
+    """The file that arrives; None for tasks without a file, such as zeros."""
+    tasks: tuple[Task, ...]
     done: tuple[Path, ...]
     """Files that no later step needs."""
 
 
-def plan_steps(
-    files: Sequence[Path],
-    layers: Mapping[int, set[Path]],
-    tensors: Sequence[tuple[DenseTensor, set[Path]]],
-) -> list[Step]:
-    """A step for each of ``files`` that remaining ``layers`` and ``tensors`` need."""
+def run_tasks(
+    tasks: Sequence[Task], files: Sequence[Path], shards: Shards | None, settle: Callable[[], None]
+) -> None:
+    """Run ``tasks`` in order; if ``shards`` bring the ``files``, one by one: each is there only as
+    long as it is needed, and what is made of it is settled before it goes."""
+    if shards is None:
+        for task in tasks:
+            task.run()
+        return
+    steps = plan_steps(files, tasks)
+    sizes = {step.file: shards.measure(step.file) for step in steps if step.file is not None}
+    shards.reserve(sizes, _find_most_bytes(steps, sizes))
+    for step in steps:
+        if step.file is not None:
+            shards.bring(step.file)
+        for task in step.tasks:
+            task.run()
+        settle()
+        for file in step.done:
+            shards.drop(file)
+
+
+def plan_steps(files: Sequence[Path], tasks: Sequence[Task]) -> list[Step]:
+    """A step for each of ``files`` that the ``tasks`` need."""
     place = {file: number for number, file in enumerate(files)}
-
-    def find_last(needed: set[Path]) -> int:
-        return max((place[file] for file in needed if file in place), default=-1)
-
+    waiting: dict[int, list[Task]] = {}
     last_use: dict[Path, int] = {}
-    for needed in [*layers.values(), *(needed for _, needed in tensors)]:
-        last = find_last(needed)
-        for file in needed & place.keys():
+    for task in tasks:
+        needed = [file for file in task.find() if file in place]
+        last = max((place[file] for file in needed), default=-1)
+        waiting.setdefault(last, []).append(task)
+        for file in needed:
             last_use[file] = max(last_use.get(file, 0), last)
     return [
         Step(
             file=file,
-            layers=tuple(n for n, needed in layers.items() if find_last(needed) == number),
-            tensors=tuple(item for item, needed in tensors if find_last(needed) == number),
+            tasks=tuple(waiting.get(number, ())),
             done=tuple(other for other, last in last_use.items() if last == number),
         )
         for number, file in enumerate([None, *files], -1)
@@ -66,7 +89,7 @@ def plan_steps(
     ]
 
 
-def find_most_bytes(steps: Sequence[Step], sizes: Mapping[Path, int]) -> int:
+def _find_most_bytes(steps: Sequence[Step], sizes: Mapping[Path, int]) -> int:
     """Most bytes of files that are there at the same time."""
     held, most = 0, 0
     for step in steps:

@@ -4,8 +4,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,15 +16,15 @@ from pi2.diagnostics import UserError
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint, use_tokenizer
 from pi2.importing.conversion_job import (
+    Task,
     choose_order,
     describe_file,
     describe_files,
     describe_job,
-    find_most_bytes,
     keep_old_notes,
     name_order,
-    plan_steps,
     read_extra_files,
+    run_tasks,
 )
 from pi2.importing.predictors import LayerPredictor, find_predictors, list_predictor_files
 from pi2.importing.quantizers import Quantizer
@@ -37,7 +37,7 @@ from pi2.importing.rows import (
     read_factors,
     read_state_vector,
 )
-from pi2.importing.safetensors_file import Shards, SourceTensor, list_files
+from pi2.importing.safetensors_file import SourceTensor, list_files
 from pi2.model.ffn import find_factors
 from pi2.model.tensor import DenseTensor, Place, StoredPrecision, split_name
 from pi2.plan.documents.model import Model
@@ -111,15 +111,13 @@ def convert_checkpoint(
         job=job,
         keep_failed=source.shards is not None,
     ) as writer:
-        conversion = _Conversion(source, model, found, order, chosen, progress)
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
-            if source.shards is not None:
-                conversion.write_streamed(writer, pool, source.shards)
-            # A job that goes on has some of them already.
-            layers = range(model.shape.layers)
-            left = [layer for layer in layers if not writer.has_file(name_layer_file(layer))]
-            conversion.write_layers(left, writer, pool)
-            writer.write_dense(lambda tensor: conversion.read_dense(tensor, pool))
+            total = sum(tensor.size_bytes for tensor in source.tensors.values())
+            report = ByteProgress(progress, "converting", total)
+            conversion = _Conversion(source, model, found, order, chosen, writer, pool, report)
+            tasks = list(conversion.list_tasks())
+            run_tasks(tasks, source.files, source.shards, writer.settle)
+            writer.write_dense(conversion.read_dense)
         for path, content in files.items():
             writer.add_file(path, content)
         for path, content in keep_old_notes(output, notes or {}).items():
@@ -129,57 +127,41 @@ def convert_checkpoint(
     return manifest
 
 
+@dataclass(slots=True)
 class _Conversion:
-    def __init__(
-        self,
-        source: Checkpoint,
-        model: Model,
-        predictors: list[LayerPredictor] | None,
-        order: I32,
-        quantizer: Quantizer,
-        progress: Progress,
-    ) -> None:
-        self._source = source
-        self._model = model
-        self._predictors = predictors
-        self._order = order
-        self._quantizer = quantizer
-        total = sum(tensor.size_bytes for tensor in source.tensors.values())
-        self._progress = ByteProgress(progress, "converting", total)
-        self._read_bytes = 0
+    _source: Checkpoint
+    _model: Model
+    _predictors: list[LayerPredictor] | None
+    _order: I32
+    _quantizer: Quantizer
+    _writer: StoreWriter
+    _pool: ThreadPoolExecutor
+    _progress: ByteProgress
+    _read_bytes: int = 0
+    _left: Sequence[int] = ()
+    """Layers whose neurons are not there."""
+    _reading: tuple[int, Future[list[list[Raw]]]] | None = None
+    """A layer that is read ahead."""
 
-    def write_streamed(self, writer: StoreWriter, pool: ThreadPoolExecutor, shards: Shards) -> None:
-        """Write the neurons of every layer, and set the dense tensors aside, file by file: each
-        file exists only as long as it is needed."""
+    def list_tasks(self) -> Iterator[Task]:
+        """The neurons of every layer that is not there, then every dense tensor."""
+        # A job that goes on has some of them already.
         layers = range(self._model.shape.layers)
-        left = [layer for layer in layers if not writer.has_file(name_layer_file(layer))]
-        steps = plan_steps(
-            self._source.files,
-            {layer: self._list_layer_files(layer, writer.bundle) for layer in left},
-            [
-                (tensor, self._list_dense_files(tensor))
-                for tensor in writer.tensors
-                if not writer.has_tensor(tensor)
-            ],
-        )
-        sizes = {step.file: shards.measure(step.file) for step in steps if step.file is not None}
-        shards.reserve(sizes, find_most_bytes(steps, sizes))
-        for step in steps:
-            if step.file is not None:
-                shards.bring(step.file)
-            self.write_layers(step.layers, writer, pool)
-            for tensor in step.tensors:
-                writer.set_tensor_aside(tensor, self.read_dense(tensor, pool))
-            for file in step.done:
-                shards.drop(file)
+        is_there = self._writer.has_file
+        self._left = [layer for layer in layers if not is_there(name_layer_file(layer))]
+        for layer in self._left:
+            yield Task(partial(self._list_layer_files, layer), partial(self._write_layer, layer))
+        for number, tensor in enumerate(self._writer.tensors):
+            if not self._writer.has_tensor(number):
+                write = partial(self._write_dense, number, tensor)
+                yield Task(partial(self._list_dense_files, tensor), write)
 
-    def _list_layer_files(self, layer: int, bundle: BundleLayout) -> set[Path]:
-        names = [part.name for part in bundle.parts]
+    def _list_layer_files(self, layer: int) -> set[Path]:
+        bundle = self._writer.bundle
         biases = [f"{bias.name}_bias" for bias in bundle.biases]
-        files = list_files(self._find_matrices(layer, [*names, *biases]))
-        if bundle.factor_offset is not None:
-            files |= list_files(self._find_factors(layer))
-        return files
+        rows = self._find_matrices(layer, [*(part.name for part in bundle.parts), *biases])
+        factors = [] if bundle.factor_offset is None else [self._find_factors(layer)]
+        return list_files([rows, factors])
 
     def _list_dense_files(self, tensor: DenseTensor) -> set[Path]:
         layer, kind = split_name(tensor.name)
@@ -187,39 +169,36 @@ class _Conversion:
             return list_files([] if self._predictors is None else self._predictors[layer])
         return list_files(find_dense_rows(self._source.tensors, self._model, tensor))
 
-    def write_layers(
-        self, left: Sequence[int], writer: StoreWriter, pool: ThreadPoolExecutor
-    ) -> None:
-        names = [part.name for part in writer.bundle.parts]
-        sources = {layer: self._find_matrices(layer, names) for layer in left}
-        reading: Future[list[list[Raw]]] | None = None
-        for layer, following in zip_longest(left, left[1:]):
-            matrices = sources[layer]
-            if self._model.moe is not None and is_by_expert(
-                self._order[layer], self._model.shape.ffn
-            ):
-                # Experts are read one after the other: all of them may be larger than memory.
-                experts = Kept(partial(self._read_expert, matrices))
-                pieces = self._pack_layer(layer, matrices, experts, writer.bundle, pool)
-                writer.write_layer(layer, self._order[layer], pieces)
-                continue
-            raw = self._read_layer(matrices) if reading is None else reading.result()
-            reading = None
+    def _write_layer(self, layer: int) -> None:
+        names = [part.name for part in self._writer.bundle.parts]
+        matrices, order = self._find_matrices(layer, names), self._order[layer]
+        raw: list[list[Raw]] | Kept[int, list[Raw]]
+        if self._model.moe is not None and is_by_expert(order, self._model.shape.ffn):
+            # Experts are read one after the other: all of them may be larger than memory.
+            raw = Kept(partial(self._read_expert, matrices))
+        else:
+            reading, self._reading = self._reading, None
+            is_read = reading is not None and reading[0] == layer
+            raw = reading[1].result() if reading and is_read else self._read_layer(matrices)
+            following = self._left[self._left.index(layer) + 1 :][:1]
             # The next layer is read while this one is packed, if there is room for both.
-            if following is not None and _count_bytes(matrices) <= _AHEAD_BYTES:
-                reading = pool.submit(self._read_layer, sources[following])
-            pieces = self._pack_layer(layer, matrices, raw, writer.bundle, pool)
-            writer.write_layer(layer, self._order[layer], pieces)
-            del raw, pieces
+            if following and _count_bytes(matrices) <= _AHEAD_BYTES:
+                later = self._find_matrices(following[0], names)
+                if self._source.shards is None or all(map(Path.exists, list_files(later))):
+                    self._reading = following[0], self._pool.submit(self._read_layer, later)
+        self._writer.write_layer(layer, order, self._pack_layer(layer, matrices, raw))
 
-    def read_dense(self, tensor: DenseTensor, pool: ThreadPoolExecutor) -> TensorPieces:
+    def _write_dense(self, number: int, tensor: DenseTensor) -> None:
+        self._writer.write_tensor(number, self.read_dense(tensor))
+
+    def read_dense(self, tensor: DenseTensor) -> TensorPieces:
         layer, kind = split_name(tensor.name)
         if layer is not None and kind.startswith("predictor_"):
             return self._quantize_predictors(tensor, layer, kind)
         if tensor.transform == "state":
             return self._quantize_state(tensor)
         sources = find_dense_rows(self._source.tensors, self._model, tensor)
-        return self._quantize_rows(tensor, sources, pool)
+        return self._quantize_rows(tensor, sources)
 
     def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[SourceTensor]]:
         experts = range(self._model.expert_count)
@@ -230,11 +209,9 @@ class _Conversion:
         layer: int,
         sources: list[list[SourceTensor]],
         raw: list[list[Raw]] | Kept[int, list[Raw]],
-        bundle: BundleLayout,
-        pool: ThreadPoolExecutor,
     ) -> Iterator[U8]:
         """Bundles uint8 [n, stride] of a layer in stored order; ``raw`` are its ``sources``."""
-        order = self._order[layer]
+        order, bundle = self._order[layer], self._writer.bundle
         biases = self._read_biases(layer, bundle)
         factors = self._read_factors(layer, bundle)
         neurons_of_expert = self._model.shape.ffn
@@ -271,7 +248,7 @@ class _Conversion:
                 None if factors is None else factors[neurons],
             )
 
-        yield from map_in_order(pool, pack, range(0, len(order), step))
+        yield from map_in_order(self._pool, pack, range(0, len(order), step))
 
     def _read_layer(self, sources: list[list[SourceTensor]]) -> list[list[Raw]]:
         return [self._read_matrices(group) for group in sources]
@@ -305,9 +282,7 @@ class _Conversion:
         factors = read_factors(self._source.tensors, self._model, layer)
         return _check_floats(factors, self._find_factors(layer))
 
-    def _quantize_rows(
-        self, tensor: DenseTensor, sources: list[SourceTensor], pool: ThreadPoolExecutor
-    ) -> TensorPieces:
+    def _quantize_rows(self, tensor: DenseTensor, sources: list[SourceTensor]) -> TensorPieces:
         for source in sources:
             self._advance(source)
         if len(sources[0].shape) == 1:
@@ -329,7 +304,7 @@ class _Conversion:
             raw = source.read_raw(start, stop)
             return self._pack_rows(raw, tensor.precision, source, tensor.length)
 
-        yield from map_in_order(pool, pack, pieces)
+        yield from map_in_order(self._pool, pack, pieces)
         missing = tensor.rows - sum(source.shape[0] for source in sources)
         if missing > 0 and not tensor.packing.is_float32:
             # What is added to the residual stream is as long as its vectors are.

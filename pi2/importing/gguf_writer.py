@@ -1,9 +1,10 @@
 """Writes GGUF files: keys with values, then tensors piece by piece."""
 
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import numpy as np
 
 from pi2.arrays import F32, U8
 from pi2.formats import Format, find_format
-from pi2.importing.safetensors_file import Shards
-from pi2.store.verification import explain_os_error
+from pi2.importing.conversion_job import Task, run_tasks
+from pi2.importing.safetensors_file import Shards, list_files
+from pi2.store.files import FilePlan, Piece, PlacedFile, explain_os_error
 
 _ALIGNMENT = 32
 _TEXT, _LIST = 8, 9
@@ -23,8 +25,8 @@ Pieces = Callable[[], Iterable[U8]]
 class Part:
     """Neighbouring bytes of a tensor."""
 
-    source: Path
-    """The file that they are made from."""
+    sources: object
+    """The tensors that they are made from."""
     size_bytes: int
     pieces: Pieces
     """Gives them, one after the other."""
@@ -48,7 +50,7 @@ def count_bytes(shape: Sequence[int], own: Format) -> int:
 
 
 def make_vector(name: str, values: F32) -> NewTensor:
-    part = Part(Path(), values.nbytes, lambda: [values.view(np.uint8)])
+    part = Part(None, values.nbytes, lambda: [values.view(np.uint8)])
     return NewTensor(name=name, shape=values.shape, format=find_format("f32"), parts=(part,))
 
 
@@ -90,58 +92,46 @@ def _find_kind(values: Sequence[object]) -> tuple[int, str]:
 
 
 def write_gguf(
-    file: Path,
+    output: Path,
     keys: Mapping[str, bytes],
     tensors: Sequence[NewTensor],
+    files: Sequence[Path] = (),
     shards: Shards | None = None,
 ) -> None:
-    """Write ``file``, which appears when it is whole.  ``keys``: each with its value, as bytes;
+    """Write ``output``, which appears when it is whole.  ``keys``: each with its value, as bytes;
     tensors without parts are holes.
 
-    ``shards`` bring sources one by one; bytes written before a failure are then kept, for a call
+    ``shards`` bring ``files`` one by one; what is made of them before a failure stays for a call
     with the same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
     and shards raise."""
     head = make_head(keys, tensors)
-    places = [_align(len(head)) + place for place in _place_all(tensors)]
-    parts = [
-        found
-        for tensor, start in zip(tensors, places, strict=True)
-        for found in _place_parts(tensor, start)
-    ]
-    part, journal = (file.with_name(f".{file.name}.{end}") for end in ("part", "done.part"))
+    starts = [_align(len(head)) + place for place in _place_all(tensors)]
+    plan = FilePlan(
+        pieces=(Piece(0, head),),
+        size=starts[-1] + tensors[-1].size_bytes,
+        holes=tuple(map(_place_parts, tensors, starts)),
+    )
+    parts = [part for tensor in tensors for part in tensor.parts]
+    places = [place for own in plan.holes for place in own]
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        goes_on = shards is not None and part.exists() and journal.exists()
-        done = journal.read_text("utf-8").splitlines() if goes_on else []
-        sources = {own.source if shards else file: None for _, own in parts}
-        left = [source for source in sources if source.name not in done]
-        if shards is not None:
-            shards.reserve(left, max(map(shards.measure, left), default=0))
-        with part.open("r+b" if done else "wb") as stream:
-            stream.write(head)
-            stream.truncate(places[-1] + tensors[-1].size_bytes)
-            for source in left:
-                if shards is not None:
-                    shards.bring(source)
-                for place, own in parts:
-                    if shards is None or own.source == source:
-                        stream.seek(place)
-                        for piece in own.pieces():
-                            piece.tofile(stream)
-                        assert stream.tell() - place == own.size_bytes, (place, own)
-                stream.flush()
-                os.fsync(stream.fileno())
-                if shards is not None:
-                    with journal.open("a", encoding="utf-8") as list_of_done:
-                        list_of_done.write(f"{source.name}\n")
-                    shards.drop(source)
-        part.replace(file)
-        journal.unlink(missing_ok=True)
+        with PlacedFile(output, plan, keeps=shards is not None) as file:
+
+            def write(number: int) -> None:
+                start = end = places[number]
+                for piece in parts[number].pieces():
+                    end = file.write(end, piece)
+                assert end - start == parts[number].size_bytes, parts[number]
+                file.mark(number)
+
+            left = [number for number in range(len(parts)) if not file.has(number)]
+            tasks = [
+                Task(partial(list_files, parts[number].sources), partial(write, number))
+                for number in left
+            ]
+            run_tasks(tasks, files, shards, file.settle)
+            file.finish()
     except OSError as error:
-        raise explain_os_error(error, file) from None
-    finally:
-        if shards is None:
-            part.unlink(missing_ok=True)
+        raise explain_os_error(error, output) from None
 
 
 def make_head(keys: Mapping[str, bytes], tensors: Sequence[NewTensor]) -> bytes:
@@ -162,10 +152,9 @@ def _place_all(tensors: Iterable[NewTensor]) -> Iterator[int]:
         offset += _align(tensor.size_bytes)
 
 
-def _place_parts(tensor: NewTensor, start: int) -> Iterator[tuple[int, Part]]:
-    for part in tensor.parts:
-        yield start, part
-        start += part.size_bytes
+def _place_parts(tensor: NewTensor, start: int) -> tuple[int, ...]:
+    sizes = (part.size_bytes for part in tensor.parts)
+    return tuple(accumulate(sizes, initial=start))[:-1]
 
 
 def _describe(tensors: Sequence[NewTensor]) -> Iterator[bytes]:

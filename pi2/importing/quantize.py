@@ -136,7 +136,7 @@ def quantize_checkpoint(
         number = _number_type(tensors) if wanted is None else wanted.number
         numbers = {"general.file_type": number, "general.quantization_version": 2}
         keys |= {key: write_key(key, number) for key, number in numbers.items()}
-        write_gguf(output, keys, tensors, shards)
+        write_gguf(output, keys, tensors, source.files, shards)
     progress("quantising", 1.0)
     return Quantized(
         size_bytes=output.stat().st_size, weighed=work.weighed, quantized=work.quantized
@@ -277,7 +277,7 @@ class _Work:
                 wanted = find_format(fit_width(own.get(entry.name, "f32"), entry.shape[-1]))
                 bits = 8 * entry.block.block_bytes * wanted.block, 8 * wanted.block_bytes
                 if len(entry.shape) < 2 or bits[0] <= bits[1] * entry.block.block:
-                    part = Part(tensor.file, tensor.size_bytes, self._keep(tensor))
+                    part = Part(tensor, tensor.size_bytes, self._keep(tensor))
                     own_format, parts = tensor.block, (part,)
                 else:
                     rows = replace(tensor, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
@@ -366,7 +366,7 @@ class _Work:
             yield from map_in_order(self.pool, encode, pieces)
             self._advance(rows)
 
-        return Part(rows.file, count_bytes(shape, wanted), make)
+        return Part(rows, count_bytes(shape, wanted), make)
 
     def _advance(self, tensor: SourceTensor) -> None:
         self.done_bytes += tensor.size_bytes

@@ -31,10 +31,11 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import join_scales
 from pi2.plan.weights.layout import GROUP, ScalesPlace, round_up
 from pi2.progress import Progress, ignore_progress
+from pi2.store.files import recover_replaced
 from pi2.store.identity import identify_weights
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
-from pi2.store.verification import check_file, recover_replaced
+from pi2.store.verification import check_file
 from pi2.store.writer import StoreWriter, TensorPieces, keep_groups
 
 

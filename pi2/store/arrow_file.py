@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pi2.plan.weights.layout import round_up
+from pi2.store.files import FilePlan, Piece
+from pi2.store.manifest import ALIGNMENT, PAGE
 
 if TYPE_CHECKING:
     from pi2.model.tensor import DenseTensor
-    from pi2.store.files import HashedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,54 +126,9 @@ def _pad(out: bytearray, alignment: int, ahead: int = 0) -> int:
     return len(out)
 
 
-ALIGNMENT = 64
-"""Bytes; begin of every buffer."""
-PAGE = 4096
-"""Bytes; begin of the bundles."""
-
 _MAGIC = b"ARROW1"
 _VERSION = Scalar("h", 4)  # V5
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes that are known when the file is laid out."""
-
-    offset: int
-    data: bytes
-
-
-class PieceFeed:
-    """Writes the known pieces of a laid-out file when their turn comes."""
-
-    def __init__(self, file: HashedFile, pieces: Sequence[Piece]) -> None:
-        self._file = file
-        self._pieces = iter(pieces)
-        self._next = next(self._pieces, None)
-
-    def write_before(self, offset: int) -> None:
-        """Write every piece before ``offset``, and zeros up to it."""
-        while self._next is not None and self._next.offset < offset:
-            self._file.seek_forward(self._next.offset)
-            self._file.write(self._next.data)
-            self._next = next(self._pieces, None)
-        self._file.seek_forward(offset)
-
-    def write_rest(self, size: int) -> None:
-        """Write the pieces that are left; the file then has ``size`` bytes."""
-        self.write_before(size)
-        assert self._next is None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlan:
-    """Places in a file, in bytes."""
-
-    pieces: tuple[Piece, ...]
-    size: int
-    holes: tuple[tuple[int, ...], ...]
-    """Offsets of the columns whose data come later, by record batch."""
 
 
 def lay_out_layer_file(neurons: int, stride: int) -> FilePlan:

@@ -24,10 +24,8 @@ from pi2.formats import Packing, find_packing
 from pi2.model.tensor import EMBEDDING, takes_blocks
 from pi2.plan.weights.layout import GROUP, Tensor, round_up
 from pi2.reads import describe_failure, is_direct, read_at
-from pi2.store.arrow_file import ALIGNMENT as ALIGNMENT_of_arrow_file
-from pi2.store.arrow_file import PAGE
 from pi2.store.identity import report_size
-from pi2.store.manifest import CHECKED_BYTES, DENSE_FILE, StoredFile, StoredTensor
+from pi2.store.manifest import ALIGNMENT, CHECKED_BYTES, DENSE_FILE, PAGE, StoredFile, StoredTensor
 from pi2.store.reader import NeuronStore, StoredLayer, name_blocks, view_tensor
 from pi2.store.verification import report_file
 
@@ -94,7 +92,7 @@ class FileRead:
                 stretches.append(_Stretch(first, first + size, place))
             last = stretches[-1]
             end = last.place + last.last - last.first
-        end = round_up(max(end, charged_bytes), ALIGNMENT_of_arrow_file)
+        end = round_up(max(end, charged_bytes), ALIGNMENT)
         region = allocate(charged_bytes, end - charged_bytes)
         for stretch in stretches:
             self._divide(stretch, region)
@@ -170,8 +168,6 @@ def _find(stretches: Sequence[_Stretch], region: U8, first: int, size: int) -> U
     raise AssertionError("every range is inside a read")
 
 
-ALIGNMENT = 64
-"""Bytes; every tensor begins at a multiple of it."""
 _PIECE_BYTES = 4 << 20
 
 

@@ -17,7 +17,6 @@ from pi2.plan.documents.common import Count, Identifier, Table
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import BlockFormat, FfnPrecision
 from pi2.plan.weights.layout import GROUP, BundleLayout, PartName, ScalesPlace, lay_out_bundle
-from pi2.store.arrow_file import ALIGNMENT, PAGE
 from pi2.store.identity import compute_digest
 
 FORMAT: Literal["pi2-store"] = "pi2-store"
@@ -26,6 +25,10 @@ MANIFEST = "manifest.json"
 DENSE_FILE = "dense.arrow"
 GONE = {"twin": "twin.arrow", "gates": "gates.arrow"}
 """Fields of older manifests that are ignored, and the files that they described."""
+ALIGNMENT = 64
+"""Bytes; begin of every buffer."""
+PAGE = 4096
+"""Bytes; begin of the bundles."""
 CHECKED_BYTES = 1 << 20
 """Every so many bytes of a file have a check of their own."""
 

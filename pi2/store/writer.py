@@ -5,6 +5,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +21,8 @@ from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import split_scales
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
-from pi2.store.arrow_file import (
-    PieceFeed,
-    lay_out_dense_file,
-    lay_out_layer_file,
-    lay_out_scales_file,
-)
-from pi2.store.files import HashedFile
+from pi2.store.arrow_file import lay_out_dense_file, lay_out_layer_file, lay_out_scales_file
+from pi2.store.files import FilePlan, PlacedFile, UnfinishedStore, hash_file, write_whole
 from pi2.store.identity import compute_digest, describe_weights
 from pi2.store.manifest import (
     DENSE_FILE,
@@ -43,7 +39,6 @@ from pi2.store.manifest import (
     name_layer_file,
     name_scales_file,
 )
-from pi2.store.verification import UnfinishedStore, explain_os_error
 
 
 def keep_groups(model: Model, orders: I32) -> I32:
@@ -112,9 +107,7 @@ class StoreWriter:
         self._order = order
         self._synthetic = synthetic
         self._dense = lay_out_dense_file(self.tensors)
-        self._store = UnfinishedStore(path, job=job, replace=replace)
-        self._keep_failed = keep_failed
-        self._published = False
+        self._store = UnfinishedStore(path, job=job, replace=replace, keeps_failed=keep_failed)
 
     def has_file(self, path: str) -> bool:
         """Whether the file at ``path`` inside the store is complete."""
@@ -132,10 +125,8 @@ class StoreWriter:
         (places,) = plan.holes
         checks = np.empty(neurons, "<u4")
         scales: list[U8] = []
-        with self._create(path) as file:
-            known = PieceFeed(file, plan.pieces)
-            known.write_before(places[0])
-            done = 0
+        with self._begin(path, plan) as file:
+            done, place = 0, places[0]
             groups = self._stored.scales == "resident" and self._stored.parts[-1].spread
             for whole in cut_groups(bundles) if groups else bundles:
                 assert whole.dtype == np.uint8 and whole.shape[1] == self.bundle.stride, whole.shape
@@ -144,25 +135,17 @@ class StoreWriter:
                     piece, some = split_scales(whole, self._stored)
                     scales.append(some)
                 checks[done : done + len(piece)] = [zlib.crc32(bundle) for bundle in piece]
-                file.write(piece)
+                place = file.write(place, piece)
                 done += len(piece)
             assert done == neurons, (done, neurons)
-            known.write_before(places[1])
-            file.write(original.astype("<i4", copy=False))
-            known.write_before(places[2])
-            file.write(checks)
-            known.write_rest(plan.size)
+            file.write(places[1], original.astype("<i4", copy=False))
+            file.write(places[2], checks)
             if scales:
                 # Complete before the layer is: a job that goes on looks for the layer's file.
                 self._write_scales(layer, scales)
-            self._record(
-                path,
-                file,
-                rows=neurons,
-                bundles_offset=places[0],
-                neurons_offset=places[1],
-                checks_offset=places[2],
-            )
+            file.finish()
+        names = ("bundles_offset", "neurons_offset", "checks_offset")
+        self._record(path, rows=neurons, **dict(zip(names, places, strict=True)))
 
     def _write_scales(self, layer: int, scales: Sequence[U8]) -> None:
         """Write rows of scales, uint8 [n, scales stride] each, in stored order."""
@@ -171,77 +154,60 @@ class StoreWriter:
             return
         plan = lay_out_scales_file(neurons, self._stored.scales_stride)
         ((offset,),) = plan.holes
-        with self._create(path) as file:
-            known = PieceFeed(file, plan.pieces)
-            known.write_before(offset)
+        with self._begin(path, plan) as file:
+            place = offset
             for piece in scales:
-                file.write(piece)
-            known.write_rest(plan.size)
-            self._record(path, file, rows=neurons, scales_offset=offset)
+                place = file.write(place, piece)
+            file.finish()
+        self._record(path, rows=neurons, scales_offset=offset)
 
-    def has_tensor(self, tensor: DenseTensor) -> bool:
-        """Whether a dense tensor is written, or set aside."""
-        return self.has_file(DENSE_FILE) or self.has_file(_name_aside(tensor))
+    @cached_property
+    def dense(self) -> PlacedFile:
+        """``dense.arrow`` in the making, numbered as ``tensors``."""
+        return self._begin(DENSE_FILE, self._dense, keeps=True)
 
-    def set_tensor_aside(self, tensor: DenseTensor, pieces: TensorPieces) -> None:
-        """Write a dense tensor to a file of its own until `write_dense` takes it: weights need not
-        be read in the order of ``dense.arrow``."""
-        scales = []
-        with self._create(_name_aside(tensor)) as file:
-            for weights, some in pieces:
-                file.write(weights)
-                scales += [] if some is None else [some]
-            for some in scales:
-                file.write(some)
-            assert file.position == sum(tensor.count_bytes())
-            self._record(_name_aside(tensor), file)
+    def has_tensor(self, number: int) -> bool:
+        """Whether one of ``tensors`` is there."""
+        return self.has_file(DENSE_FILE) or self.dense.has(number)
 
-    def _read_aside(self, tensor: DenseTensor) -> TensorPieces:
-        whole = np.memmap(self._store.folder / _name_aside(tensor), np.uint8, "r")
-        weights, scales = np.split(whole, [tensor.count_bytes()[0]])
-        yield weights, scales if len(scales) else None
+    def write_tensor(self, number: int, pieces: TensorPieces) -> None:
+        """Write one of ``tensors``, of which ``pieces`` are the rows in order."""
+        tensor, places = self.tensors[number], list(self._dense.holes[number])
+        sizes = tensor.count_bytes()
+        ends = [place + size for place, size in zip(places, sizes, strict=True)]
+        for weights, scales in pieces:
+            places[0] = self.dense.write(places[0], weights)
+            if scales is not None:
+                places[1] = self.dense.write(places[1], scales)
+        assert places == ends, (tensor, places, ends)
+        self.dense.mark(number)
+
+    def settle(self) -> None:
+        """Let another attempt go on from the tensors that are there."""
+        if "dense" in self.__dict__:
+            self.dense.settle()
 
     def write_dense(self, read: Callable[[DenseTensor], TensorPieces]) -> None:
         """Write ``dense.arrow``; ``read`` gives the rows of each of ``tensors``, in order, except
-        the ones set aside."""
+        the ones that are there."""
         if self.has_file(DENSE_FILE):
-            self._store.drop(_ASIDE)
             return
-        plan = self._dense
-        with self._create(DENSE_FILE) as file:
-            known = PieceFeed(file, plan.pieces)
-            places = zip(self.tensors, plan.holes, strict=True)
-            for tensor, (weights_offset, scales_offset) in places:
-                weights_bytes, scales_bytes = tensor.count_bytes()
-                known.write_before(weights_offset)
-                scales = []
-                aside = self.has_file(_name_aside(tensor))
-                for weights, piece_scales in self._read_aside(tensor) if aside else read(tensor):
-                    file.write(weights)
-                    if piece_scales is not None:
-                        scales.append(piece_scales)
-                assert file.position == weights_offset + weights_bytes
-                known.write_before(scales_offset)
-                for piece_scales in scales:
-                    file.write(piece_scales)
-                assert file.position == scales_offset + scales_bytes
-            known.write_rest(plan.size)
-            self._record(DENSE_FILE, file, rows=len(self.tensors))
-        self._store.drop(_ASIDE)
+        for number, tensor in enumerate(self.tensors):
+            if not self.has_tensor(number):
+                self.write_tensor(number, read(tensor))
+        self.dense.finish()
+        self._record(DENSE_FILE, rows=len(self.tensors))
 
     def add_file(self, path: str, content: bytes) -> None:
         """Write a small extra file, such as ``tokenizer.json``."""
         if self.has_file(path):
             return
-        with self._create(path) as file:
-            file.write(content)
-            self._record(path, file)
+        write_whole(self._store.folder / path, content)
+        self._record(path)
 
     def add_note(self, path: str, content: bytes) -> None:
         """Write a file that people may change, such as a plan: the manifest does not list it."""
-        with self._create(path) as file:
-            file.write(content)
-            file.finish()
+        write_whole(self._store.folder / path, content)
 
     def adopt_file(self, source: Path, entry: StoredFile) -> None:
         """Take over a whole file of another store, whose manifest has ``entry``: by a hard link,
@@ -260,14 +226,8 @@ class StoreWriter:
         """Write the manifest and make the store visible under its name."""
         manifest = self._describe()
         text = json.dumps(manifest.dump(), indent=1, ensure_ascii=False)
-        try:
-            with self._create(MANIFEST) as file:
-                file.write(text.encode() + b"\n")
-                file.finish()
-            self._store.publish()
-        except OSError as error:
-            raise explain_os_error(error, self._store.folder) from None
-        self._published = True
+        write_whole(self._store.folder / MANIFEST, text.encode() + b"\n")
+        self._store.publish()
         return manifest
 
     def __enter__(self) -> Self:
@@ -279,23 +239,19 @@ class StoreWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._published:
-            return
-        # An interrupted job can go on later; a failed one would, as a rule, fail again.
-        interrupted = kind is not None and (self._keep_failed or not issubclass(kind, Exception))
-        self._store.abandon(keep=interrupted and bool(self._store.finished))
-        if isinstance(error, OSError):
-            raise explain_os_error(error, self._store.folder) from error
+        if "dense" in self.__dict__:
+            self.dense.close()
+        self._store.__exit__(kind, error, trace)
 
-    def _create(self, path: str) -> HashedFile:
-        target = self._store.folder / path
-        target.parent.mkdir(exist_ok=True)
-        return HashedFile(target)
+    def _begin(self, path: str, plan: FilePlan, *, keeps: bool = False) -> PlacedFile:
+        return PlacedFile(self._store.folder / path, plan, keeps=keeps)
 
-    def _record(self, path: str, file: HashedFile, **places: int) -> None:
+    def _record(self, path: str, **places: int) -> None:
+        file, checks = self._store.folder / path, list[int]()
+        facts = {"path": path, "bytes": file.stat().st_size}
+        facts["sha256"] = hash_file(file, checks=checks)
         # Neurons have checks of their own.
-        checks = None if "bundles_offset" in places else file.checks
-        facts = {"path": path, "bytes": file.position, "sha256": file.finish(), "checks": checks}
+        facts["checks"] = None if "bundles_offset" in places else tuple(checks)
         self._store.record(StoredFile.model_validate(facts | places))
 
     def _describe(self) -> Manifest:
@@ -327,11 +283,3 @@ class StoreWriter:
                 for tensor, (weights_offset, scales_offset) in places
             ),
         )
-
-
-_ASIDE = "aside/"
-"""Begins the paths of dense tensors that are set aside."""
-
-
-def _name_aside(tensor: DenseTensor) -> str:
-    return f"{_ASIDE}{tensor.name}"

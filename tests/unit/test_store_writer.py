@@ -1,5 +1,6 @@
 """`StoreWriter`: a store appears whole or not at all."""
 
+import hashlib
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ from pi2.arrays import U8
 from pi2.diagnostics import UserError
 from pi2.model.tensor import DenseTensor
 from pi2.plan.documents.model import Model
-from pi2.store.files import HashedFile, check_pieces
+from pi2.store.files import FilePlan, Piece, PlacedFile, check_pieces, hash_file
 from pi2.store.manifest import name_layer_file, read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import HashCheck, verify_store
@@ -160,7 +161,7 @@ def test_a_crash_while_a_store_is_replaced_leaves_one_of_the_two(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr("pi2.store.verification.exchange_names", lambda first, second: False)
+        monkeypatch.setattr("pi2.store.files.exchange_names", lambda first, second: False)
     write_store(tmp_path / "store", model)
     before = (tmp_path / "store/manifest.json").stat().st_ino
     rename = os.rename
@@ -170,7 +171,7 @@ def test_a_crash_while_a_store_is_replaced_leaves_one_of_the_two(
         raise SystemExit(9)
 
     with monkeypatch.context() as broken:
-        broken.setattr("pi2.store.verification.os.rename", crash)
+        broken.setattr("pi2.store.files.os.rename", crash)
         with (
             pytest.raises(SystemExit),
             open_writer(tmp_path / "store", model, replace=True) as writer,
@@ -241,11 +242,8 @@ def test_the_same_job_keeps_what_was_finished(tmp_path: Path, model: Model) -> N
         yield from []
 
     with open_writer(tmp_path / "store", model, job="job") as writer:
-        assert [writer.has_file(name_layer_file(layer)) for layer in range(3)] == [
-            True,
-            True,
-            False,
-        ]
+        found = [writer.has_file(name_layer_file(layer)) for layer in range(3)]
+        assert found == [True, True, False]
         writer.write_layer(0, np.arange(model.shape.ffn, dtype=np.int32), give())
         write_all(writer)
     assert asked == []
@@ -366,12 +364,13 @@ def test_kill_at_any_moment_leaves_no_half_store_and_the_next_run_succeeds(
 
 def test_files_that_are_read_as_a_whole_have_a_check_for_every_mib(tmp_path: Path) -> None:
     content = bytes(range(256)) * 4096 * 2 + b"the rest"
-    with HashedFile(tmp_path / "x") as file:
-        for size in (1, 2**20 - 2, 5, 2**20):
-            file.write(content[file.position : file.position + size])
-        file.write(content[file.position :])
+    checks: list[int] = []
+    plan = FilePlan(pieces=(Piece(1, content[1:7]),), size=len(content), holes=())
+    with PlacedFile(tmp_path / "x", plan) as file:
+        for first, end in ((2**20 + 9, None), (7, 2**20 + 9), (0, 1)):
+            file.write(first, content[first:end])
         file.finish()
-        checks = file.checks
+    assert hash_file(tmp_path / "x", checks=checks) == hashlib.sha256(content).hexdigest()
     pieces = [content[start : start + 2**20] for start in range(0, len(content), 2**20)]
     assert list(checks) == [zlib.crc32(piece) for piece in pieces]
     assert check_pieces(tmp_path / "x", checks)
@@ -380,6 +379,21 @@ def test_files_that_are_read_as_a_whole_have_a_check_for_every_mib(tmp_path: Pat
         changed[place] ^= 1
         (tmp_path / "x").write_bytes(changed)
         assert not check_pieces(tmp_path / "x", checks)
+
+
+def test_a_file_goes_on_from_what_was_settled_unless_it_is_another_file(tmp_path: Path) -> None:
+    def begin(head: bytes) -> list[bool]:
+        plan = FilePlan(pieces=(Piece(0, head),), size=12, holes=((4, 8),))
+        with PlacedFile(tmp_path / "x", plan, keeps=True) as file:
+            there = [file.has(number) for number in (0, 1)]
+            file.mark(1)
+            file.settle()
+            file.mark(0)
+        return there
+
+    found = [begin(head) for head in (b"head", b"head", b"heap")]
+    assert found == [[False, False], [False, True], [False, False]]
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_store_without_checks_of_files_is_checked_by_their_hashes(tmp_path: Path) -> None:

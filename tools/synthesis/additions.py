@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from pi2.store.files import HashedFile, sync_folder
+from pi2.caches import replace_file
+from pi2.store.files import explain_os_error
 from pi2.store.manifest import MANIFEST, Manifest, StoredFile, read_manifest
-from pi2.store.verification import explain_os_error
 
 
 def add_files(store: Path, contents: Mapping[str, bytes]) -> Manifest:
@@ -25,7 +25,8 @@ def add_files(store: Path, contents: Mapping[str, bytes]) -> Manifest:
         for path, content in contents.items():
             entry = known.get(path)
             assert entry is None or entry.rows is None, f"{path} holds weights"
-            digest = _replace_file(store, path, content)
+            replace_file(store / path, content)
+            digest = hashlib.sha256(content).hexdigest()
             known[path] = StoredFile(path=path, bytes=len(content), sha256=digest)
         described = manifest.model_copy(
             update={"files": tuple(known[path] for path in sorted(known))}
@@ -39,16 +40,4 @@ def add_files(store: Path, contents: Mapping[str, bytes]) -> Manifest:
 def _write_manifest(store: Path, manifest: Manifest) -> None:
     """Put ``manifest`` in the place of the store's; raises `OSError` as the system does."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
-    _replace_file(store, MANIFEST, text.encode() + b"\n")
-
-
-def _replace_file(store: Path, path: str, content: bytes) -> str:
-    """Write a file beside its place, then put it there; returns its SHA-256."""
-    temporary = store / f".{path}.new"
-    temporary.unlink(missing_ok=True)
-    with HashedFile(temporary) as file:
-        file.write(content)
-        digest = file.finish()
-    os.replace(temporary, store / path)
-    sync_folder(store)
-    return digest
+    replace_file(store / MANIFEST, text.encode() + b"\n")
