@@ -1,5 +1,6 @@
 """Sessions at the command line; each file of tests/sessions is their specification."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,5 +33,9 @@ def test_commands_do_and_say_what_is_written(
     folder = tmp_path / "session"
     folder.mkdir()
     use_own_data(tmp_path, monkeypatch)
+    author = {"AUTHOR_NAME": "A", "AUTHOR_EMAIL": "a@b", "COMMITTER_NAME": "A"}
+    author |= {"COMMITTER_EMAIL": "a@b", "CONFIG_GLOBAL": os.devnull}
+    for variable, value in author.items():
+        monkeypatch.setenv(f"GIT_{variable}", value)
     monkeypatch.chdir(folder)
     play(read_sessions(path)[name], folder, capsys)

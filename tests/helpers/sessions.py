@@ -3,6 +3,7 @@
 A file of ``tests/sessions`` is a specification.  Its head of ``#`` lines says what it is about;
 ``== NAME`` begins a session in an empty folder, after the lines that stand before all sessions.
 
+    = NAME TEXT  ${NAME} stands for TEXT
     + PATH       a file; the indented lines that follow are its text
     $ COMMAND    ``pi2 ...`` runs in this process, ``build ...`` makes one of `BUILDERS`,
                  and anything else is a line of the shell
@@ -12,8 +13,9 @@ A file of ``tests/sessions`` is a specification.  Its head of ``#`` lines says w
     2> TEXT      the same of standard error
     ! TEXT       what it does not print
     ~ PATTERN    a regular expression that matches lines of what it prints
+    & NAME PATTERN  ${NAME} stands for what the pattern's group matches
 
-``${ROOT}`` is this repository, ``${HERE}`` the session's folder.
+``${ROOT}`` is this repository, ``${HERE}`` the session's folder.  Git knows an author.
 """
 
 import re
@@ -59,10 +61,18 @@ def build_checkpoint(folder: Path) -> None:
     (folder / "tiny.model.toml").write_text(tomlkit.dumps(document))
 
 
+def build_tap(folder: Path) -> None:
+    """``tap``, a repository of profiles with a device, tagged ``v1``."""
+    from tests.helpers.sharing import make_repository
+
+    make_repository(folder / "tap")
+
+
 BUILDERS: Mapping[str, Callable[[Path], None]] = {
     "tiny": build_tiny,
     "gguf": build_gguf,
     "checkpoint": build_checkpoint,
+    "tap": build_tap,
 }
 
 
@@ -92,9 +102,9 @@ def read_sessions(path: Path) -> dict[str, list[Step]]:
         elif sign == "==":
             assert text not in sessions, f"{path.name}:{number}: this name stands twice"
             steps = sessions[text] = []
-        elif sign in ("+", "$"):
+        elif sign in ("=", "+", "$"):
             steps.append(Step(f"{path.name}:{number}", sign, text, [], []))
-        elif sign in ("?", ">", "1>", "2>", "!", "~"):
+        elif sign in ("?", ">", "1>", "2>", "!", "~", "&"):
             steps[-1].expected.append((sign, text))
         else:
             assert sign == "#", f"{path.name}:{number}: unknown sign {sign}"
@@ -108,22 +118,35 @@ def list_sessions() -> Iterator[tuple[Path, str]]:
 
 def play(steps: Sequence[Step], folder: Path, capture: pytest.CaptureFixture[str]) -> None:
     """Run a session's steps in ``folder``, the working folder."""
+    names = {"ROOT": str(ROOT), "HERE": str(folder)}
     for step in steps:
+        if step.sign == "=":
+            name, _, text = step.text.partition(" ")
+            names[name] = _fill(text, names)
+            continue
         if step.sign == "+":
             path = folder / step.text
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_fill("\n".join(step.lines).rstrip("\n") + "\n", folder), "utf-8")
+            path.write_text(_fill("\n".join(step.lines).rstrip("\n") + "\n", names), "utf-8")
             continue
-        code, out, err = _run(_fill(step.text, folder), folder, capture)
+        code, out, err = _run(_fill(step.text, names), folder, capture)
         signs = dict(step.expected)
         told = f"{step.place}: $ {step.text}\nends with {code}\n{out}{err}"
         assert code == int(signs.get("?", 0)), told
         for sign, text in step.expected:
-            assert _holds(sign, _fill(text, folder), out, err), f"{sign} {text}\n{told}"
+            if sign == "&":
+                name, _, pattern = text.partition(" ")
+                found = re.search(pattern, out + err, re.MULTILINE)
+                assert found is not None, f"{sign} {text}\n{told}"
+                names[name] = found[1]
+                continue
+            assert _holds(sign, _fill(text, names), out, err), f"{sign} {text}\n{told}"
 
 
-def _fill(text: str, folder: Path) -> str:
-    return text.replace("${ROOT}", str(ROOT)).replace("${HERE}", str(folder))
+def _fill(text: str, names: Mapping[str, str]) -> str:
+    for name, value in names.items():
+        text = text.replace(f"${{{name}}}", value)
+    return text
 
 
 def _run(line: str, folder: Path, capture: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pi2.authoring.difference import compare_layers, compare_plans, compare_segments
-from pi2.cli.main import run
+from pi2.authoring.difference import compare_layers, compare_segments
 from pi2.fitting.check import load_plan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes
 from pi2.simulate import read_inputs, simulate, simulate_layers
@@ -32,32 +31,6 @@ def write(name: str, text: str) -> Path:
     path = Path(name)
     path.write_text(f'schema_version = 3\nextends = ["base.plan.toml"]\n{text}')
     return path
-
-
-def test_only_what_is_resolved_counts(folder: Path) -> None:
-    same = write("same.plan.toml", 'name = "x"\n[io]\nthreads = 4\n[layers]\nhot = 0.20\n')
-    plans = load_plan("base.plan.toml"), load_plan(same)
-    assert compare_plans(*plans) == []
-    assert compare_layers(*plans) == []
-
-
-def test_changes_have_their_keys(folder: Path) -> None:
-    other = write("other.plan.toml", "kv.context = 500\nsampling.seed = 3\n")
-    found = compare_plans(load_plan("base.plan.toml"), load_plan(other))
-    assert [(item.name, item.before, item.after) for item in found] == [
-        ("sampling.seed", None, 3),
-        ("kv.context", 1000, 500),
-    ]
-
-
-def test_devices_and_models_are_compared_by_content(folder: Path) -> None:
-    text = Path("phone.device.toml").read_text()
-    Path("pad.device.toml").write_text(
-        text.replace('"phone"', '"pad"').replace("cores = 3", "cores = 5")
-    )
-    other = write("other.plan.toml", 'device = "pad.device.toml"\n')
-    found = compare_plans(load_plan("base.plan.toml"), load_plan(other))
-    assert [item.name for item in found] == ["device.id", "device.units.cpu.clusters.little.cores"]
 
 
 def test_layers_that_differ_alike_come_together(folder: Path) -> None:
@@ -94,30 +67,6 @@ def test_layers_together_take_a_token_without_its_head() -> None:
     layers = simulate_layers(inputs)
     assert len(layers) == len(plan.layers)
     assert 0.8 < sum(layers) / simulate(inputs, tokens=64).decode.token_s.mean() <= 1.0
-
-
-def test_figures_that_are_missing_are_named(folder: Path, ask: Ask) -> None:
-    other = str(write("other.plan.toml", "kv.context = 500\n"))
-    found = diff(ask, "base.plan.toml", other)
-    assert found["speed"]["decode_tokens_s"] == [None, None]
-    assert "units.cpu.read_bandwidth" in found["speed"]["missing"][0]
-    assert diff(ask, "base.plan.toml", other, "--no-simulate")["speed"] is None
-
-
-def test_devices_are_compared_too(ask: Ask) -> None:
-    files = [str(ROOT / f"plans/devices/oneplus-{name}.device.toml") for name in ("12", "ace-3")]
-    found = diff(ask, *files)
-    assert "device.units.cpu.clusters.mid.cores" in [item["key"] for item in found["changes"]]
-    assert found["layers"] == []
-
-
-def test_exit_codes(folder: Path, ask: Ask) -> None:
-    other = str(write("other.plan.toml", "kv.context = 500\n"))
-    assert "no differences" in ask(["diff", "base.plan.toml", "base.plan.toml", "--exit-code"]).out
-    assert run(["diff", "base.plan.toml", other, "--exit-code"]) == 1
-    assert run(["diff", "base.plan.toml", "phone.device.toml"]) == 2
-    assert run(["diff", "base.plan.toml", "gone.plan.toml"]) == 2
-    assert run(["diff", "base.plan.toml", str(write("broken.plan.toml", "kv.context = 0\n"))]) == 1
 
 
 @pytest.mark.parametrize(
