@@ -21,10 +21,9 @@ Order of calls for a chunk of T tokens at ``position``::
 
 Of several sequences (``BuildRequest.sequences``), ``select_sequence`` chooses a chunk's. A step
 computes T tokens (``BuildRequest.step_tokens``), one of each of them or several that follow each
-other in one. It begins with ``begin_step`` instead of ``embed`` and has ``attend_step`` instead of
-``attend``. Calls for T = 1 above are about one of its tokens then, which ``select_token`` names, at
-first token 0. Every token is computed as in a step of its own; weights are read once for all if
-that is quicker.
+other in one. It begins with ``begin_step`` instead of ``embed``. Calls for T = 1 above are about
+one of its tokens then, which ``select_token`` names, at first token 0. Every token is computed as
+in a step of its own; weights are read once for all if that is quicker.
 
 A program computes everything but neurons: instructions from one layer's neurons to the next layer's
 mixers are one call."""
@@ -53,13 +52,10 @@ from pi2.backends.cpu.arrays import keep_areas
 from pi2.backends.cpu.request import count_tokens, describe_extent, describe_program
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.protocol import BuildRequest
-from pi2.plan.arithmetic.units import DividedRows
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _WITHOUT_LAYER = frozenset({"embed", "logits"})
 _NONE: I32 = np.zeros(0, np.int32)
-PARTS = ("query", "key", "value", "query_gate")
-"""Keys of the matrices that are rows of a projection, in their order."""
 
 
 class ExecutorObserver:
@@ -121,31 +117,10 @@ class _Place:
     """Its content of the areas that all chunks share."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Product:
-    """Rows of a matrix that another unit computes: the first ones."""
-
-    number: int
-    """The instruction's."""
-    rows: int
-    others: int
-    y: Area
-
-
 class Executor(ABC):
     """A model built for a unit; what derives from it computes neurons.  One calling thread.
 
-    Rows of projections and of the head may be left to another unit. ``attend``, or ``attend_step``
-    in a step, is divided into::
-
-        begin_attention(layer, position)    -> u [T, hidden], what the projection reads
-        project(layer)                      its own rows, while the other unit computes the first
-        put_projected(layer, values)        the first rows [T, n]
-        mix(layer, position)                -> what attention has mixed [T, heads x head_dim]
-        project_output(layer), put_output(layer, values)
-
-    and ``logits(first)`` comes between ``read_head_input(first)`` and ``put_logits(values)``.
-    Positions are those of ``begin_step`` in a step.  Arrays are valid until the next call."""
+    Arrays are valid until the next call."""
 
     _observer: ExecutorObserver | None = None
 
@@ -198,36 +173,9 @@ class Executor(ABC):
         self.tokens = 0
         """Tokens of the call."""
         self._token = 0
-        rows = request.rows or DividedRows(unit="")
-        self._projections: list[list[_Product]] = [[] for _ in self.exchange.layers]
-        self._outputs: dict[int, _Product] = {}
-        self._head: _Product | None = None
-        self._divided: list[_Product] = []
-        """With rows of others."""
-        if rows.qkv or rows.output or rows.head:
-            self._divide(rows)
-
-    def _divide(self, rows: DividedRows) -> None:
-        """List the products of which another unit computes the first rows."""
-        program = self.program
-        before = [0] * len(self._projections)
-        for matrix in program.matrices:
-            number, layer, count = matrix.instructions[0], matrix.layer, matrix.weight.rows
-            area = Area(*program.read_values(number, "y", "y_stride"))
-            if layer is not None and matrix.key in PARTS:
-                others = min(max(rows.qkv - before[layer], 0), count)
-                before[layer] += count
-                own = _Product(number=number, rows=count, others=others, y=area)
-                self._projections[layer].append(own)
-            elif layer is not None and matrix.key == "output":
-                others = rows.output
-                self._outputs[layer] = _Product(number=number, rows=count, others=others, y=area)
-            elif number >= program.head:
-                self._head = _Product(number=number, rows=count, others=rows.head, y=area)
-        found = [own for layer in self._projections for own in layer]
-        found += self._outputs.values()
-        found += [] if self._head is None else [self._head]
-        self._divided = [own for own in found if own.others]
+        self.taken: list[tuple[int, int, int]] = []
+        """Matrices of which other units compute the first rows: instruction, first and end of its
+        own rows."""
 
     def view(self, area: Area, width: int) -> F32:
         """Return an area [tokens, width]; vectors of this width have no gaps between them."""
@@ -262,7 +210,7 @@ class Executor(ABC):
 
     def embed(self, tokens: I32) -> None:
         """Set x [T, hidden] to the embeddings of ``tokens`` [T], the rows of which may be gone
-        later; `begin_layers` says where they stand."""
+        later; `attend` says where they stand."""
         now, self.is_step = self._place, False
         now.tokens, now.sequence, self.tokens = tokens, self._sequence, len(tokens)
         self.program.begin_piece(tokens)
@@ -279,9 +227,9 @@ class Executor(ABC):
         self.program.begin_step(tokens, sequences, positions)
         self._begin_call()
 
-    def begin_layers(self, position: int) -> None:
-        """Give the position of a chunk's first token."""
-        if not self.is_step:
+    def place(self, layer: int, position: int) -> None:
+        """Give the position of a chunk's first token to ``layer``, if it is the first."""
+        if layer == 0 and not self.is_step:
             self._place.position, self._place.sequence = position, self._sequence
             self.program.place(self._sequence, position)
 
@@ -292,8 +240,10 @@ class Executor(ABC):
             self.program.run(now.at, now.target)
             now.at = now.target
 
-    def attend_step(self, layer: int) -> None:
-        """Finish the previous layer, and add the mixers of ``layer``."""
+    def attend(self, layer: int, position: int) -> None:
+        """Finish the previous layer, and add the mixers of ``layer``; token t of a chunk stands at
+        ``position + t``, a step knows its positions."""
+        self.place(layer, position)
         now, first = self._place, self._starts[layer]
         if now.target != first:
             self.catch_up()
@@ -333,18 +283,6 @@ class Executor(ABC):
         self._place.target = number
         self.catch_up()
 
-    def view_input(self) -> F32:
-        """What projections of attention read [T, hidden], as long as packed vectors are."""
-        area = self.program.u if self._model.norm.inputs else self.program.x
-        return self.view(area, self._model.shape.stored_hidden)[: self.tokens]
-
-    def view_mixed(self, layer: int) -> F32:
-        """The values that attention mixes [T, heads x head_dim], likewise."""
-        own = self._model.blocks[layer].attention
-        assert own is not None
-        area = self.program.take_area("mixed", own.query)
-        return self.view(area, own.stored_query)[: self.tokens]
-
     def read_head_input(self, first: int) -> F32:
         """Return what the head reads of the tokens from ``first`` on [n, hidden], of as many as
         ``logits`` gives; valid until the next call."""
@@ -371,79 +309,13 @@ class Executor(ABC):
         self.program.run(0, now.at)
         if self._token:
             self.select_token(0)
-        # Other units compute the first rows.
-        for own in self._divided:
-            self.program.take_rows(own.number, own.others, own.rows)
+        for own in self.taken:
+            self.program.take_rows(*own)
 
     def join(self, given: F32) -> None:
         """Join x, the embeddings of the tokens, with ``given`` [T, hidden], what the head of an MTP
         head's main model reads."""
         self.program.join(given[:, : self._model.shape.hidden])
-
-    def attend(self, layer: int, position: int) -> None:
-        """Add the mixers of ``layer``; token t stands at ``position + t``."""
-        if layer == 0:
-            self.begin_layers(position)
-        self.attend_step(layer)
-
-    def begin_attention(self, layer: int, position: int) -> F32:
-        """Return what the projection reads [T, hidden]."""
-        if layer == 0:
-            self.begin_layers(position)
-        self.go_to(self._projections[layer][0].number)
-        return self.view_input()
-
-    def project(self, layer: int) -> None:
-        """Multiply with its own rows of the projection."""
-        self.go_to(self._projections[layer][-1].number + 1)
-
-    def put_projected(self, layer: int, values: F32) -> None:
-        """Take the products [T, n] with the first rows, biases not added."""
-        done = 0
-        for own in self._projections[layer]:
-            self._put(own, values[:, done : done + own.others], is_added=False)
-            done += own.others
-
-    def mix(self, layer: int, position: int) -> F32:
-        """Append to the KV cache; return the values that attention mixes [T, heads x head_dim]."""
-        self.go_to(self._outputs[layer].number)
-        return self.view_mixed(layer)
-
-    def project_output(self, layer: int) -> None:
-        """Add the products of the mixer's output with its own rows to x."""
-        self.finish_mixers(layer)
-
-    def put_output(self, layer: int, values: F32) -> None:
-        """Add the products [T, n] with the first rows to x."""
-        self._put(self._outputs[layer], values, is_added=True)
-
-    def _put(self, own: _Product, values: F32, *, is_added: bool) -> None:
-        """Put products [T, n] in the place of the first rows', with their biases."""
-        program = self.program
-        bias, has_bias = program.read_values(own.number, "bias", "has_bias")
-        count = values.shape[1]
-        if has_bias:
-            values = values + view_floats(bias, count)
-        target = self.view(own.y, count)[: len(values)]
-        if is_added:
-            target += values * np.float32(self._model.multipliers.residual)
-        else:
-            target[:] = values
-
-    def put_logits(self, values: F32) -> F32:
-        """Complete the last logits with the products [n, m] with the first rows; return them."""
-        own, program = self._head, self.program
-        assert own is not None
-        logits, count = program.read_logits(), values.shape[1]
-        bias, has_bias = program.read_values(own.number, "bias", "has_bias")
-        if has_bias:
-            values = values + view_floats(bias, count)
-        values = values * np.float32(self._model.multipliers.logits)
-        limit = self._model.logit_softcap
-        if limit is not None:
-            values = np.tanh(values / np.float32(limit)) * np.float32(limit)
-        logits[:, :count] = values
-        return logits
 
     def list_experts(self) -> I32:
         """Return the experts, ascending, that the router chose in the last ``begin_ffn`` for the

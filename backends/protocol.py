@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pi2.backends.executor import Executor
     from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
     from pi2.plan.arithmetic.resolved import ResolvedPlan
-    from pi2.plan.arithmetic.units import DividedRows, Need
+    from pi2.plan.arithmetic.units import Need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,6 @@ class BuildRequest:
     expert_neurons: Sequence[I32] | None = None
     """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each: of the rows of predictors and gates; needed to name neurons only."""
-    rows: DividedRows | None = None
-    """First rows of projections and of the head that another unit computes; the executor multiplies
-    with the others."""
     threads: int
     """Compute threads."""
     features: frozenset[str]

@@ -127,7 +127,6 @@ def describe_request(
         gate_rows={} if plan.decode.predictor == "gate" else None,
         limits=None if limits is None else limits.limits,
         expert_limits=None if limits is None else limits.expert_limits,
-        rows=resolved.divided_rows,
         threads=threads,
         features=frozenset(features),
         architecture=architecture,

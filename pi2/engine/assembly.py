@@ -35,7 +35,6 @@ from pi2.memory.bulk_load import Batch, BulkLoad
 from pi2.memory.flash import FlashReader, NullReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_stated_threads
-from pi2.plan.arithmetic.units import name_head
 from pi2.plan.weights.layout import Tensor
 from pi2.progress import Progress
 from pi2.store.file_read import BlockTensors, split_blocks
@@ -66,9 +65,7 @@ class LayersOpening(Opening):
         if self._alone:
             self.weights.allow_observing()
         request = make_request(resolved, self.machine, self.weights.tensors)
-        self.request = replace(
-            request, progress=progress, rows=None if self._alone else request.rows
-        )
+        self.request = replace(request, progress=progress)
         check_backends(resolved, self.request)
         preparer = find_preparer(name)
         self._build = backend.build if preparer is None else preparer.prepare(self.request)
@@ -261,7 +258,7 @@ def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -
     rows = resolved.divided_rows
     if rows is None or rows.unit not in shares.units:
         return None
-    return SharedRows(executor, shares.units[rows.unit], rows, name_head(resolved.model))
+    return SharedRows(executor, shares.units[rows.unit], rows, resolved.model)
 
 
 def unpack_rows(tensor: Tensor) -> Tensor:

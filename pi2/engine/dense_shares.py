@@ -7,14 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from pi2.arrays import F32, U8
+from pi2.backends.blocks.operands import Area
+from pi2.backends.blocks.routed import view_floats
 from pi2.backends.executor import Executor
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.diagnostics import UserError
 from pi2.engine.parts import ShareObserver
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.resolved import DenseShare
-from pi2.plan.arithmetic.units import DividedRows
+from pi2.plan.arithmetic.units import DividedRows, name_head
+from pi2.plan.documents.model import Model
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,62 +218,120 @@ def _explain_loss(unit: BesideUnit) -> UserError:
     )
 
 
+PARTS = ("query", "key", "value", "query_gate")
+"""Keys of the matrices that are rows of a projection, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """A matrix of which another unit computes the first rows."""
+
+    number: int
+    """The instruction's."""
+    rows: int
+    others: int
+    y: Area
+
+
 class SharedRows:
     """Computes projections and head; the first rows are another unit's."""
 
-    def __init__(self, executor: Executor, unit: BesideUnit, rows: DividedRows, head: str) -> None:
-        """``head``: name of the head's tensor."""
-        self._executor = executor
-        self._unit = unit
-        self._rows = rows
-        self._head = head
+    def __init__(
+        self, executor: Executor, unit: BesideUnit, rows: DividedRows, model: Model
+    ) -> None:
+        self._executor, self._program = executor, executor.program
+        self._unit, self._rows, self._model = unit, rows, model
+        self._projections: list[list[_Product]] = [[] for _ in range(model.shape.layers)]
+        self._outputs: dict[int, _Product] = {}
+        for matrix in self._program.matrices:
+            number, layer = matrix.instructions[0], matrix.layer
+            area = Area(*self._program.read_values(number, "y", "y_stride"))
+            found = partial(_Product, number=number, rows=matrix.weight.rows, y=area)
+            if layer is not None and matrix.key in PARTS:
+                before = sum(own.rows for own in self._projections[layer])
+                others = min(max(rows.qkv - before, 0), matrix.weight.rows)
+                self._projections[layer].append(found(others=others))
+            elif layer is not None and matrix.key == "output":
+                self._outputs[layer] = found(others=rows.output)
+            elif number >= self._program.head:
+                self._head = found(others=rows.head)
+        every = [*(own for layer in self._projections for own in layer), *self._outputs.values()]
+        executor.taken = [
+            (own.number, own.others, own.rows) for own in (*every, self._head) if own.others
+        ]
 
     def attend(self, layer: int, position: int) -> None:
-        """Add the attention block, each unit computing its rows of both projections."""
-        if self._rows.qkv or self._rows.output:
-            self._attend(layer, position)
-        else:
-            self._executor.attend(layer, position)
-
-    def attend_step(self, layer: int) -> None:
-        """Add the attention block of a step, each unit computing its rows."""
-        if self._rows.qkv or self._rows.output:
-            self._attend(layer, 0)
-        else:
-            self._executor.attend_step(layer)
-
-    def _attend(self, layer: int, position: int) -> None:
-        """Add the attention block in parts; in a step the executor knows the positions."""
-        divider, rows = self._executor, self._rows
-        inputs = divider.begin_attention(layer, position)
+        """Add the mixers, each unit computing its rows of both projections."""
+        executor, rows, model = self._executor, self._rows, self._model
+        if not (rows.qkv or rows.output):
+            executor.attend(layer, position)
+            return
+        executor.place(layer, position)
+        parts, output, attention = (
+            self._projections[layer],
+            self._outputs[layer],
+            model.blocks[layer].attention,
+        )
+        assert attention is not None, layer
         with self._guard():
-            job = self._begin(rows.qkv, name_layer_tensor(layer, "qkv"), inputs)
-            divider.project(layer)
+            executor.go_to(parts[0].number)
+            area = self._program.u if model.norm.inputs else self._program.x
+            job = self._begin(layer, "qkv", rows.qkv, area, model.shape.stored_hidden)
+            executor.go_to(parts[-1].number + 1)
             if job is not None:
-                divider.put_projected(layer, self._finish(job, layer))
-            mixed = divider.mix(layer, position)
-            job = self._begin(rows.output, name_layer_tensor(layer, "output"), mixed)
-            divider.project_output(layer)
+                values, done = self._finish(job, layer), 0
+                for own in parts:
+                    self._put(own, values[:, done : done + own.others], is_added=False)
+                    done += own.others
+            executor.go_to(output.number)
+            area = self._program.take_area("mixed", attention.query)
+            job = self._begin(layer, "output", rows.output, area, attention.stored_query)
+            executor.finish_mixers(layer)
             if job is not None:
-                divider.put_output(layer, self._finish(job, layer))
+                self._put(output, self._finish(job, layer), is_added=True)
 
-    def logits(self, first: int) -> F32:
-        """Logits of the tokens from ``first`` on, each unit computing its rows."""
-        if self._rows.head == 0:
-            return self._executor.logits(first)
-        with self._guard():
-            inputs = self._executor.read_head_input(first)
-            job = self._unit.unit.multiply(self._head, inputs)
-            self._executor.logits(first)
-            return self._executor.put_logits(self._finish(job, None))
-        raise AssertionError("a lost unit has ended the run")
-
-    def _begin(self, rows: int, name: str, inputs: F32) -> int | None:
-        return self._unit.unit.multiply(name, inputs) if rows else None
+    def _begin(self, layer: int, key: str, rows: int, area: Area, width: int) -> int | None:
+        """Let the unit begin its rows of a layer's matrix, which reads ``area`` [T, width]."""
+        if not rows:
+            return None
+        inputs = self._executor.view(area, width)[: self._executor.tokens]
+        return self._unit.unit.multiply(name_layer_tensor(layer, key), inputs)
 
     def _finish(self, job: int, layer: int | None) -> F32:
         with self._unit.note_wait(layer):
             return self._unit.unit.finish(job)
+
+    def _add_bias(self, own: _Product, values: F32) -> F32:
+        """Products [T, n] with the first rows, and their biases."""
+        bias, has_bias = self._program.read_values(own.number, "bias", "has_bias")
+        return values + view_floats(bias, values.shape[1]) if has_bias else values
+
+    def _put(self, own: _Product, values: F32, *, is_added: bool) -> None:
+        """Put products [T, n] in the place of the first rows'."""
+        values = self._add_bias(own, values)
+        target = self._executor.view(own.y, values.shape[1])[: len(values)]
+        if is_added:
+            target += values * np.float32(self._model.multipliers.residual)
+        else:
+            target[:] = values
+
+    def logits(self, first: int) -> F32:
+        """Logits of the tokens from ``first`` on, each unit computing its rows."""
+        executor, own, model = self._executor, self._head, self._model
+        if not own.others:
+            return executor.logits(first)
+        with self._guard():
+            inputs = executor.read_head_input(first)
+            job = self._unit.unit.multiply(name_head(model), inputs)
+            logits = executor.logits(first)
+            values = self._add_bias(own, self._finish(job, None))
+            values = values * np.float32(model.multipliers.logits)
+            limit = model.logit_softcap
+            if limit is not None:
+                values = np.tanh(values / np.float32(limit)) * np.float32(limit)
+            logits[:, : values.shape[1]] = values
+            return logits
+        raise AssertionError("a lost unit has ended the run")
 
     @contextmanager
     def _guard(self) -> Iterator[None]:

@@ -141,10 +141,7 @@ class LayerModel:
             names |= not is_dense
             if not is_dense:
                 feed_forward.prepare_sparse(layer)
-            if self._is_single:
-                rows.attend(layer, positions[0])
-            else:
-                rows.attend_step(layer)
+            rows.attend(layer, positions[0])
             if is_dense:
                 for _ in feed_forward.run_dense(layer):
                     pass

@@ -57,10 +57,9 @@ def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) 
         ids = np.arange(5, 5 + tokens, dtype=np.int32)
         if tokens == 1:
             executor.embed(ids)
-            executor.attend(0, 0)
         else:
             executor.begin_step(ids, range(tokens), [0] * tokens)
-            executor.attend_step(0)
+        executor.attend(0, 0)
         own._predict_ahead(1, 0)
         found = []
         for token in own._select_tokens():

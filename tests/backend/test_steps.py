@@ -77,10 +77,7 @@ def step(
     else:
         executor.embed(np.array(tokens, np.int32))
     for layer, bundles in enumerate(model.bundles):
-        if sequences:
-            executor.attend_step(layer)
-        else:
-            executor.attend(layer, positions[0])
+        executor.attend(layer, positions[0])
         executor.begin_ffn(layer)
         if mode == "none":
             executor.add_dense(layer, bundles)
@@ -178,7 +175,7 @@ def test_neurons_that_tokens_share_give_each_token_the_bits_that_it_gets_alone(
     slots, bits = slots[bits > 0], bits[bits > 0]
     for add in (executor.add_named_neurons, partial(Executor.add_named_neurons, executor)):
         executor.begin_step(np.array([11, 22, 33], np.int32), [0, 1, 2], [0, 0, 0])
-        executor.attend_step(0)
+        executor.attend(0, 0)
         executor.begin_ffn(0)
         # Twice, as clusters come one after the other.
         for half in (slice(None, 400), slice(400, None)):
