@@ -126,7 +126,7 @@ class Backend(Protocol):
 class ExecutorBackend(Backend, Protocol):
     """Members of a backend's module that computes whole models."""
 
-    def count_workspace(
+    def count_segments(
         self,
         resolved: ResolvedPlan,
         *,
@@ -134,8 +134,8 @@ class ExecutorBackend(Backend, Protocol):
         chunks: int,
         architecture: str | None,
         features: Collection[str] | None,
-    ) -> int:
-        """Bytes that its executor takes of ``workspace`` on such a processor, None: on any;
+    ) -> Mapping[str, int]:
+        """Bytes that its executor takes of each segment on such a processor, None: on any;
         ``chunks`` of a prompt go through a layer before the next layer begins."""
 
     def build(self, request: BuildRequest) -> Executor:

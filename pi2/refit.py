@@ -12,7 +12,6 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.fitting.budget import MIB, Shortage, count_runtime, explain_shortage, find_room, fit_plan
 from pi2.fitting.check import Report, check_plan
 from pi2.fitting.inspection import Reuse
-from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.checking.findings import list_placed_splits
@@ -247,7 +246,7 @@ def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, 
     if "embedding" not in plan.memory.model_fields_set:
         memory = plan.memory.model_copy(update={"embedding": "flash"})
         smaller = replace(resolved, plan=plan.model_copy(update={"memory": memory}))
-        saved = find_needs(resolved).attention.bytes - find_needs(smaller).attention.bytes
+        saved = resolved.needs.attention.bytes - smaller.needs.attention.bytes
         if reads_embedding(smaller.plan, resolved.model) and (
             saved >= _WORTHWHILE_NEURONS * resolved.bundle.stride
         ):

@@ -22,7 +22,6 @@ from pi2.diagnostics import UserError
 from pi2.fitting.budget import Shortage, fit_plan
 from pi2.fitting.check import check_file
 from pi2.fitting.completion import resolve_values
-from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -153,9 +152,7 @@ def make_plan(cell: Cell) -> ResolvedPlan:
     resolved = resolve_values(values, device, model)
     neurons = model.shape.layers * model.layer_neurons * bundle.stride
     cold = (
-        0
-        if hot >= 1.0
-        else max(int(cell.memory * cell.cache * neurons), find_needs(resolved).cold.bytes)
+        0 if hot >= 1.0 else max(int(cell.memory * cell.cache * neurons), resolved.needs.cold.bytes)
     )
     return fit_plan(resolved, None, cold_bytes=cold)
 

@@ -40,16 +40,16 @@ UNKNOWN_THREADS = 32
 """Compute threads that have room where neither plan nor device states them."""
 
 
-def count_workspace(
+def count_segments(
     resolved: ResolvedPlan,
     *,
     threads: int | None,
     chunks: int,
     architecture: str | None,
     features: Collection[str] | None,
-) -> int:
+) -> Mapping[str, int]:
     """See `pi2.backends.protocol.ExecutorBackend`."""
-    most = 0
+    most: dict[str, int] = {}
     for name in (architecture,) if architecture in ARCHITECTURES else ARCHITECTURES:
         known = list_newest(name) if features is None else [features]
         for number, own in enumerate(known):
@@ -62,7 +62,8 @@ def count_workspace(
                 features=own,
                 architecture=name,
             )
-            most = max(most, count_arrays(request)["workspace"])
+            for segment, size in count_arrays(request).items():
+                most[segment] = max(size, most.get(segment, 0))
     return most
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import OF_STORES as FILES
-from pi2.backends.cpu.arrays import count_workspace
+from pi2.backends.cpu.arrays import count_segments
 from pi2.backends.cpu.request import list_programs, make_spec
 from pi2.formats import find_packing
 from pi2.model.options import describe_unknown
@@ -23,7 +23,7 @@ __all__ = [
     "NATIVE",
     "VERDICT",
     "build",
-    "count_workspace",
+    "count_segments",
     "find_limits",
     "find_obstacles",
     "prepare",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.backends.cpu.arrays import count_workspace
+from pi2.backends.cpu.arrays import count_segments
 from pi2.backends.reference.backend import find_obstacles, find_unit_obstacles
 from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict
 from pi2.plan.documents.device import UnitKind
@@ -24,7 +24,7 @@ __all__ = [
     "VERDICT",
     "build",
     "build_unit",
-    "count_workspace",
+    "count_segments",
     "find_limits",
     "find_obstacles",
     "find_unit_obstacles",

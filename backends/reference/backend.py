@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import OF_STORES
-from pi2.backends.cpu.arrays import count_workspace
+from pi2.backends.cpu.arrays import count_segments
 from pi2.formats import find_packing
 from pi2.model.options import find_unknown
 from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict, list_undivided, list_unknown_weights
@@ -33,7 +33,7 @@ __all__ = [
     "VERDICT",
     "build",
     "build_unit",
-    "count_workspace",
+    "count_segments",
     "find_limits",
     "find_obstacles",
     "find_unit_obstacles",

@@ -10,7 +10,7 @@ from typing import Any
 import tomli
 
 from pi2.diagnostics import Diagnostic
-from pi2.fitting.sizes import count_unit_needs, find_needs
+from pi2.fitting.sizes import count_unit_needs
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.documents.common import Document
 from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys
@@ -245,9 +245,7 @@ def _describe(layer: ResolvedLayer) -> tuple[object, ...]:
 def compare_segments(before: ResolvedPlan, after: ResolvedPlan) -> list[SegmentChange]:
     """Every segment, with its size and its need; the libraries' need equals their size."""
     sizes = [item.plan.memory.segments for item in (before, after)]
-    needs = [
-        {name: need.bytes for name, need in find_needs(item).items()} for item in (before, after)
-    ]
+    needs = [{name: need.bytes for name, need in item.needs.items()} for item in (before, after)]
     changes = []
     for name in type(sizes[0]).model_fields:
         old, new = getattr(sizes[0], name), getattr(sizes[1], name)

@@ -10,7 +10,6 @@ from pi2.authoring.writing import write_tables
 from pi2.fitting import list_usual_backends
 from pi2.fitting.budget import MIB
 from pi2.fitting.completion import FindMemory, StoreOrigin, complete_plan, resolve_values
-from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device, UnitKind
@@ -106,7 +105,7 @@ def draft_plan(
     found = complete_plan({**values, **tables}, device, StoreOrigin(model), find_memory)
     final = resolve_values(found.values, device, model)
     tables["memory"]["budget"] = format_bytes(final.plan.memory.budget)
-    whole, hot = count_ffn_bytes(final), find_needs(final).hot.bytes
+    whole, hot = count_ffn_bytes(final), final.needs.hot.bytes
     head = [
         f"# All neurons take {approximate_bytes(whole)} in the store; {hot / whole:.0%} of them "
         "stay in memory.",

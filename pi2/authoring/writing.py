@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pi2.fitting.sizes import count_unit_needs, find_needs
+from pi2.fitting.sizes import count_unit_needs
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import describe_owners, name_memory
 from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type
@@ -32,7 +32,7 @@ def write_plan(resolved: ResolvedPlan, source: SourceFile | None = None) -> str:
     lines += (f"# {line}" for line in _describe_chats(resolved))
     needs: dict[KeyPath, str] = {
         ("memory", "segments", name): f"needs {approximate_bytes(need.bytes)}: {need.explanation}"
-        for name, need in find_needs(resolved).items()
+        for name, need in resolved.needs.items()
     }
 
     def comment(path: KeyPath) -> str | None:
@@ -257,7 +257,7 @@ def _describe_units(resolved: ResolvedPlan, names: KeyPath) -> Iterator[Cost]:
 
 def _describe_segment(resolved: ResolvedPlan, name: str) -> Cost:
     size = getattr(resolved.plan.memory.segments, name)
-    needs = dict(find_needs(resolved).items())
+    needs = dict(resolved.needs.items())
     if name not in needs:
         return Cost(name, size, f"{name}: {format_bytes(size)}")
     need = needs[name]

@@ -17,7 +17,6 @@ import click
 from pi2.cli.commands import ProgressBar, is_verbose, write_text
 from pi2.cli.options import JSON, ChosenPlan, SamplingOptions, option, take_options, take_plan
 from pi2.diagnostics import UserError
-from pi2.fitting.sizes import find_needs
 from pi2.logging import get_logger
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def run_mlc(
 def log_plan(model: LoadedModel) -> None:
     log = get_logger(plan_digest=model.plan.digest[:12])
     sizes = dict(model.plan.plan.memory.segments)
-    for name, need in find_needs(model.plan).items():
+    for name, need in model.plan.needs.items():
         log.debug("segment", segment=name, size_bytes=sizes[name], needed_bytes=need.bytes)
     for number, layer in enumerate(model.plan.layers):
         log.debug("layer", layer=number, split=dict(layer.split), hot_neurons=layer.hot_neurons)

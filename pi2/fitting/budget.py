@@ -23,7 +23,7 @@ from math import ceil, floor
 from typing import Any, TypeVar
 
 from pi2.diagnostics import UserError
-from pi2.fitting.sizes import count_unit_needs, find_needs
+from pi2.fitting.sizes import count_unit_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model
@@ -203,7 +203,7 @@ def _keep_size(stated_bytes: int, need_bytes: int) -> int:
 
 def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
     """Sizes of the segments that do not depend on the hot neurons, ``runtime`` left out."""
-    needs = find_needs(resolved)
+    needs = resolved.needs
     return {
         name: _keep_size(getattr(resolved.plan.memory.segments, name), getattr(needs, name).bytes)
         for name in FIXED
@@ -212,7 +212,7 @@ def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
 
 def _size_neurons(resolved: ResolvedPlan, step: int) -> dict[str, int]:
     """Sizes of ``hot``, and of units in main memory that have an entry of their own."""
-    sizes = {"hot": round_up(find_needs(resolved).hot.bytes, step)}
+    sizes = {"hot": round_up(resolved.needs.hot.bytes, step)}
     needs = count_unit_needs(resolved)
     for name in resolved.plan.memory.units:
         if name in resolved.device.units and resolved.shares_main_memory(name):
@@ -227,7 +227,7 @@ def _size_cold(resolved: ResolvedPlan, most_bytes: int | None, step: int) -> int
     neurons = resolved.model.layer_neurons
     size = sum(neurons - layer.hot_neurons for layer in resolved.layers) * resolved.bundle.stride
     if most_bytes is not None:
-        size = min(size, max(most_bytes, find_needs(resolved).cold.bytes))
+        size = min(size, max(most_bytes, resolved.needs.cold.bytes))
     return round_up(size, step)
 
 
@@ -237,11 +237,11 @@ def _fit_neurons(resolved: ResolvedPlan, room: int, step: int) -> ResolvedPlan |
     def count(candidate: ResolvedPlan) -> int:
         return sum(_size_neurons(candidate, step).values())
 
-    if count(resolved) + find_needs(resolved).cold.bytes <= room:
+    if count(resolved) + resolved.needs.cold.bytes <= room:
         return resolved
     # Of no larger part does the cache need more.
     least = _scale_hot(resolved, Fraction(0))
-    most = room - find_needs(least).cold.bytes
+    most = room - least.needs.cold.bytes
     if count(least) > most:
         return _fit_units(resolved, most, count)
     if resolved.plan.decode.predictor == "router":
@@ -303,9 +303,9 @@ def _find_largest(most_bytes: int, count: Callable[[Fraction], int]) -> Fraction
 
 def find_largest_hot(resolved: ResolvedPlan, most_bytes: int) -> ResolvedPlan:
     """The plan with as many hot neurons as that many bytes hold; units keep their shares."""
-    if find_needs(resolved).hot.bytes <= most_bytes:
+    if resolved.needs.hot.bytes <= most_bytes:
         return resolved
-    part = _find_largest(most_bytes, lambda part: find_needs(_scale_hot(resolved, part)).hot.bytes)
+    part = _find_largest(most_bytes, lambda part: _scale_hot(resolved, part).needs.hot.bytes)
     return _scale_hot(resolved, part)
 
 
@@ -394,7 +394,7 @@ def _find_shortage(
 ) -> Shortage:
     least = _scale_units(resolved, Fraction(0))
     neurons = {name: size for name, size in _size_neurons(least, MIB).items() if size}
-    sizes = {**fixed, **neurons, "cold": find_needs(least).cold.bytes}
+    sizes = {**fixed, **neurons, "cold": least.needs.cold.bytes}
     needed = sum(sizes.values())
     if counts_runtime:
         other = needed - fixed["runtime"] + MIB

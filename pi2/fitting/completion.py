@@ -25,7 +25,6 @@ from pi2.fitting.budget import (
     round_segment,
     write_memory,
 )
-from pi2.fitting.sizes import find_needs
 from pi2.fitting.sources import find_source
 from pi2.plan.arithmetic.resolved import ResolvedPlan, has_packable_shape
 from pi2.plan.arithmetic.sizes import USUAL_CHUNK, count_ffn_bytes, find_block_bytes, list_chunks
@@ -365,7 +364,7 @@ class _WeighedStore(Weighed):
         self._stated, self._hot = stated, found.read("layers", "hot")
         if "hot" in stated and self._hot is None:
             wanted = find_largest_hot(wanted, segments.hot)
-        needs = dict(find_needs(wanted).items())
+        needs = dict(wanted.needs.items())
         self.workspace, self._wanted = needs["workspace"].bytes, wanted
         self.weights = count_ffn_bytes(wanted)
         self._runtime = segments.runtime if "runtime" in stated else None
@@ -391,7 +390,7 @@ class _WeighedStore(Weighed):
         layers = plan.layers.model_copy(update={"hot": hot})
         final = replace(self._wanted, plan=plan.model_copy(update={"layers": layers}))
         sizes: dict[str, int] = dict(memory.segments)
-        sizes["hot"] = max(sizes["hot"], round_segment(find_needs(final).hot.bytes))
+        sizes["hot"] = max(sizes["hot"], round_segment(final.needs.hot.bytes))
         sizes |= {name: size for name, size in plan.memory.segments if name in self._stated}
         if "cold" not in self._stated:
             others = sum(sizes.values()) - sizes["cold"]

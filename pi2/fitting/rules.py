@@ -10,7 +10,7 @@ from pi2.fitting import (
     find_unit_backend,
     read_fixed,
 )
-from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
+from pi2.fitting.sizes import count_unit_needs, describe_unit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.units import count_mixer_bytes
@@ -44,7 +44,7 @@ _REMEDIES = {
 @rule("P202", "error", "resolved")
 def check_segments_hold_needs(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
-    for name, need in find_needs(resolved).items():
+    for name, need in resolved.needs.items():
         size = getattr(resolved.plan.memory.segments, name)
         if size >= need.bytes:
             continue
@@ -102,7 +102,7 @@ def check_cold_holds_a_token(facts: Facts) -> Iterator[Finding]:
     size = resolved.plan.memory.segments.cold
     policy = resolved.plan.cache.policy
     least_bytes = round(ENOUGH[policy] * wanted_bytes)
-    if size >= least_bytes or size < find_needs(resolved).cold.bytes:  # P202 speaks of the latter
+    if size >= least_bytes or size < resolved.needs.cold.bytes:  # P202 speaks of the latter
         return
     yield Finding(
         ("memory", "segments", "cold"),
@@ -175,7 +175,7 @@ def _count_read_bytes(resolved: ResolvedPlan) -> float:
 
 def _count_attention_bytes(resolved: ResolvedPlan) -> int:
     """Bytes that a layer's attention reads for a token when the context is full."""
-    needs, layers = find_needs(resolved), resolved.model.shape.layers
+    needs, layers = resolved.needs, resolved.model.shape.layers
     return count_mixer_bytes(resolved.model) + (needs.kv.bytes + needs.state.bytes) // layers
 
 

@@ -24,16 +24,7 @@ from pi2.plan.arithmetic.sizes import (
     need_cold,
     need_predictor,
 )
-from pi2.plan.arithmetic.units import (
-    Need,
-    Needs,
-    UnitFacts,
-    UnitShare,
-    list_matrices,
-    list_wanted,
-    need_kv,
-    need_state,
-)
+from pi2.plan.arithmetic.units import Need, Needs, UnitFacts, UnitShare, list_matrices, list_wanted
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import align_bytes
 
@@ -41,15 +32,6 @@ if TYPE_CHECKING:
     from pi2.backends.protocol import ExecutorBackend
     from pi2.machine import Machine
     from pi2.plan.arithmetic.resolved import ResolvedPlan
-
-
-def find_needs(resolved: ResolvedPlan) -> Needs:
-    """Bytes that each segment needs, computed once for a plan."""
-    return resolved.derive(_ask_source)
-
-
-def _ask_source(resolved: ResolvedPlan) -> Needs:
-    return resolved.source.count_needs(resolved)
 
 
 def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
@@ -69,15 +51,26 @@ def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
 
 def compute_needs(resolved: ResolvedPlan) -> Needs:
     """Bytes needed by every segment of a plan whose model has a packable shape."""
-    plan, model = resolved.plan, resolved.model
+    plan, model, arrays = resolved.plan, resolved.model, _count_arrays(resolved)
+    copies = 1 if plan.decode.speculation is None else 2  # drafts may have to be taken back
+    several = "" if plan.decode.batch == 1 else f"{plan.decode.batch} sequences x "
+    states = "nothing, every layer has a KV cache"
+    if model.states:
+        states = f"{several}{len(model.states)} states" + ", with a copy" * (copies - 1)
+    staging = _count_staging(resolved)
     return Needs(
         attention=need_attention(resolved),
-        kv=need_kv(plan, model),
-        state=need_state(plan, model),
+        kv=Need(arrays.get("kv", 0), f"{several}{plan.kv.context} tokens"),
+        state=Need(copies * arrays.get("state", 0), states),
         predictor=need_predictor(resolved),
         hot=_need_hot(resolved),
         cold=need_cold(resolved),
-        workspace=_need_workspace(resolved),
+        workspace=Need(
+            arrays["workspace"] + staging,
+            f"arrays of {count_chunk_tokens(plan)} tokens "
+            f"{approximate_bytes(arrays['workspace'])}, staging of {STAGING_BUFFERS} x "
+            f"{count_staged_neurons(resolved)} neurons {approximate_bytes(staging)}",
+        ),
     )
 
 
@@ -142,16 +135,16 @@ def _count_arrays(
     threads: int | None = None,
     *,
     chunks: int = 1,
-) -> int:
-    """Bytes that an executor takes of the workspace, on ``machine`` or on any that the device may
-    be; ``threads`` where none are stated."""
+) -> Mapping[str, int]:
+    """Bytes that an executor takes by segment, on ``machine`` or on any that the device may be;
+    ``threads`` where none are stated."""
     unit = resolved.device.units.get(resolved.sparse_unit)
     architecture: str | None = None if unit is None else unit.architecture
     features: Collection[str] | None = None if unit is None else unit.features
     if machine is not None:
         architecture = architecture or machine.architecture
         features = machine.features if features is None else features
-    return _find_sparse_backend(resolved).count_workspace(
+    return _find_sparse_backend(resolved).count_segments(
         resolved,
         threads=count_stated_threads(resolved) or threads,
         chunks=chunks,
@@ -162,16 +155,6 @@ def _count_arrays(
 
 def _count_staging(resolved: ResolvedPlan) -> int:
     return STAGING_BUFFERS * count_staged_neurons(resolved) * resolved.bundle.stride
-
-
-def _need_workspace(resolved: ResolvedPlan) -> Need:
-    arrays, staging = _count_arrays(resolved), _count_staging(resolved)
-    return Need(
-        arrays + staging,
-        f"arrays of {count_chunk_tokens(resolved.plan)} tokens {approximate_bytes(arrays)}, "
-        f"staging of {STAGING_BUFFERS} x {count_staged_neurons(resolved)} neurons "
-        f"{approximate_bytes(staging)}",
-    )
 
 
 def count_chunks(resolved: ResolvedPlan) -> int:
@@ -188,7 +171,7 @@ def count_store_chunks(resolved: ResolvedPlan) -> int:
     most = ceil(TOKENS_TOGETHER / count_chunk_tokens(plan))
 
     def fits(count: int) -> bool:
-        return _count_arrays(resolved, chunks=count) <= room
+        return _count_arrays(resolved, chunks=count)["workspace"] <= room
 
     return next(filter(fits, range(most, 1, -1)), 1)
 
@@ -203,7 +186,7 @@ def count_threads(resolved: ResolvedPlan, machine: Machine) -> int:
     chunks = count_chunks(resolved)
 
     def fits(count: int) -> bool:
-        return _count_arrays(resolved, machine, count, chunks=chunks) <= room
+        return _count_arrays(resolved, machine, count, chunks=chunks)["workspace"] <= room
 
     return next(filter(fits, range(machine.cores, 1, -1)), 1)
 

@@ -14,7 +14,7 @@ from pi2.fitting import (
     find_whole_backend,
 )
 from pi2.fitting.budget import count_libraries
-from pi2.fitting.sizes import compute_needs, count_store_chunks, find_needs, need_beside_whole
+from pi2.fitting.sizes import compute_needs, count_store_chunks, need_beside_whole
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,
     STAGING_BUFFERS,
@@ -23,7 +23,7 @@ from pi2.plan.arithmetic.sizes import (
     count_staged_neurons,
 )
 from pi2.plan.arithmetic.sources import Source
-from pi2.plan.arithmetic.units import Verdict, need_kv
+from pi2.plan.arithmetic.units import Verdict
 from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
@@ -58,15 +58,12 @@ class StoreSource(Source):
     def count_needs(self, resolved: ResolvedPlan) -> Needs:
         return compute_needs(resolved)
 
-    def count_context(self, resolved: ResolvedPlan) -> int:
-        return need_kv(resolved.plan, resolved.model).bytes
-
     def count_chunks(self, resolved: ResolvedPlan) -> int:
         return count_store_chunks(resolved)
 
     def count_memory(self, resolved: ResolvedPlan, tokens: int, lent: int) -> int:
         segments = resolved.plan.memory.segments
-        needs = dict(find_needs(resolved).items())
+        needs = dict(resolved.needs.items())
         names = ("attention", "kv", "state", "predictor", "hot", "workspace")
         fixed = sum(needs[name].bytes for name in names) - self._count_untouched(resolved)
         absent = sum(
@@ -97,7 +94,7 @@ class StoreSource(Source):
     def count_wasted(self, resolved: ResolvedPlan) -> int:
         if resolved.plan.decode.predictor != "none":
             return 0
-        return resolved.plan.memory.segments.cold - find_needs(resolved).cold.bytes
+        return resolved.plan.memory.segments.cold - resolved.needs.cold.bytes
 
     def count_missing(self, resolved: ResolvedPlan) -> int:
         return max(0, count_ffn_bytes(resolved) - _count_kept(resolved))
@@ -108,7 +105,7 @@ class StoreSource(Source):
 
     def describe(self, resolved: ResolvedPlan) -> Iterator[str]:
         ffn_bytes = count_ffn_bytes(resolved)
-        hot_bytes = find_needs(resolved).hot.bytes
+        hot_bytes = resolved.needs.hot.bytes
         cold_bytes = min(resolved.plan.memory.segments.cold, ffn_bytes - hot_bytes)
         yield (
             f"neurons: {approximate_bytes(ffn_bytes)} in the store, "
@@ -128,7 +125,7 @@ class StoreSource(Source):
 
 
 def _count_kept(resolved: ResolvedPlan) -> int:
-    return find_needs(resolved).hot.bytes + resolved.plan.memory.segments.cold
+    return resolved.needs.hot.bytes + resolved.plan.memory.segments.cold
 
 
 class WholeSource(StoreSource):
@@ -144,9 +141,6 @@ class WholeSource(StoreSource):
 
     def count_needs(self, resolved: ResolvedPlan) -> Needs:
         return need_beside_whole(resolved)
-
-    def count_context(self, resolved: ResolvedPlan) -> int:
-        return 0
 
     def count_chunks(self, resolved: ResolvedPlan) -> int:
         return 1

@@ -13,7 +13,6 @@ from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import DenseObserver
-from pi2.fitting.sizes import find_needs
 from pi2.measuring.magnitudes import (
     KeptFindings,
     LayerMagnitudes,
@@ -105,7 +104,7 @@ def enlarge_memory(resolved: ResolvedPlan) -> Memory:
     """The plan's memory with room for all that its segments need, in whole KiB."""
     memory = resolved.plan.memory
     stated = dict(memory.segments)
-    needs = find_needs(resolved).items()
+    needs = resolved.needs.items()
     sizes = {name: max(stated[name], -(-need.bytes // _KIB) * _KIB) for name, need in needs}
     total = sum({**stated, **sizes}.values())
     update = {"segments": memory.segments.model_copy(update=sizes)}

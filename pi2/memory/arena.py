@@ -44,7 +44,7 @@ def describe_context(resolved: ResolvedPlan) -> ContextMemory:
     # Scales lie apart from what they belong to.
     runs *= 2 if resolved.plan.kv.type == "int8" else 1
     return ContextMemory(
-        total_bytes=resolved.source.count_context(resolved),
+        total_bytes=resolved.needs.kv.bytes,
         context=resolved.plan.decode.batch * resolved.plan.kv.context,
         runs=resolved.plan.decode.batch * runs,
     )

@@ -15,7 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.fitting import find_whole_backend, list_usual_backends
 from pi2.fitting.budget import MIB, Shortage, fit_plan, round_segment, write_memory
 from pi2.fitting.completion import resolve_values
-from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
+from pi2.fitting.sizes import count_unit_needs, describe_unit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.plan import KvType, PredictorMode
@@ -425,7 +425,7 @@ def _explain_impossible(problem: Problem) -> UserError:
     if problem.rates.flash is None:
         check_flash(problem.rates, wish.device)
     needed, least = count_least(problem)[0]
-    needs = find_needs(problem.find_frame(least, whole=False).resolved)
+    needs = problem.find_frame(least, whole=False).resolved.needs
     embedding = ", embedding" if least.embedding == "resident" else ""
     notes = [
         f"attention, norms, head{embedding}: {approximate_bytes(needs.attention.bytes)}",

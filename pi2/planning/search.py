@@ -29,7 +29,6 @@ from pi2.costs.settings import LookAhead, find_range_bytes, read_stored
 from pi2.costs.terms import LayerKind
 from pi2.fitting.budget import MIB, SHARE_STEPS, Shortage, count_runtime, find_room, fit_plan
 from pi2.fitting.completion import choose_backends, resolve_values
-from pi2.fitting.sizes import find_needs
 from pi2.memory.arena import count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes, list_chunks
@@ -181,7 +180,7 @@ class Problem:
         return Frame(
             resolved=resolved,
             description=describe_plan(resolved, self.rates, store=wish.store, activity=activity),
-            least_cold_bytes=0 if whole else find_needs(resolved).cold.bytes,
+            least_cold_bytes=0 if whole else resolved.needs.cold.bytes,
             lent_bytes=count_lent_bytes(resolved),
         )
 
@@ -351,7 +350,7 @@ def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Descriptio
     whole = model.shape.layers * problem.layer_bytes
     if dense > 0.0 and unit is not None:
         # The rows of projections that the unit has, and its share, which is rounded down.
-        rows = 0 if streams else find_needs(frame.resolved).hot.bytes
+        rows = 0 if streams else frame.resolved.needs.hot.bytes
         room -= whole // SHARE_STEPS if own else rows - whole // SHARE_STEPS
     room -= _SPARE_BYTES
     resident = (room + own * dense * whole) / whole

@@ -12,7 +12,7 @@ import pytest
 from pi2.arrays import F32, I32
 from pi2.backends.blocks.model import BlockModel
 from pi2.diagnostics import UserError
-from pi2.engine.file_model import ExpertCourse
+from pi2.engine.experts import ExpertCourse
 from pi2.memory.expert_slots import ExpertMatrix, ExpertSlots, SlotReads, count_least_bytes
 from pi2.memory.weight_stream import BLOCK, DirectFiles
 from pi2.plan.documents.model import Model

@@ -17,7 +17,6 @@ from limited.memory_group import GroupUnavailable, MemoryGroup
 from pi2.caches import VARIABLE
 from pi2.costs.cost import count_memory
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
 from tests.end_to_end.test_demo import PLAN, run_json
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.patience import PATIENCE_S
@@ -162,7 +161,7 @@ def test_segments_say_what_they_state_and_what_they_took(file: Path) -> None:
 
 def test_a_smaller_budget_is_kept_and_explained() -> None:
     resolved = load_plan(PLAN)
-    needs = sum(need.bytes for _, need in find_needs(resolved).items())
+    needs = sum(need.bytes for _, need in resolved.needs.items())
     budget = resolved.plan.memory.segments.runtime + needs + 100_000
     assert budget < resolved.plan.memory.budget
     given = ["--prompt", "def ", "--memory", f"{budget} B"]

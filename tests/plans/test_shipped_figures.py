@@ -6,7 +6,7 @@ import pytest
 
 from pi2.backends.hexagon import backend as hexagon
 from pi2.fitting.check import check_file, load_plan
-from pi2.fitting.sizes import count_chunks, describe_unit, find_needs
+from pi2.fitting.sizes import count_chunks, describe_unit
 from pi2.model.blocks import list_attention
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -266,7 +266,7 @@ class TestPlans:
     @pytest.mark.parametrize("path", PLAN_FILES, ids=name_file)
     def test_segments_are_little_larger_than_what_they_hold(self, path: Path) -> None:
         resolved = load_plan(path)
-        for name, need in find_needs(resolved).items():
+        for name, need in resolved.needs.items():
             size = getattr(resolved.plan.memory.segments, name)
             # Every further chunk that goes through a layer with the first takes 10 MiB or less.
             spare = MIB * (10 * count_chunks(resolved) if name == "workspace" else 8)
@@ -300,8 +300,8 @@ class TestPlans:
     )
     def test_the_budget_is_sixty_percent_of_the_store(self, path: Path) -> None:
         resolved = load_plan(path)
-        store = count_ffn_bytes(resolved) + find_needs(resolved).attention.bytes
-        store += find_needs(resolved).predictor.bytes
+        store = count_ffn_bytes(resolved) + resolved.needs.attention.bytes
+        store += resolved.needs.predictor.bytes
         assert resolved.plan.memory.budget / store == pytest.approx(0.6, abs=0.001)
 
     @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ class TestPlans:
 
     def test_mixtral_predictors_take_what_the_paper_says(self) -> None:
         """PowerInfer-2: 2.6 GB of predictors, which are GiB; ranks are rounded up here."""
-        need = find_needs(read_plan("oneplus-12/turbosparse-mixtral-47b")).predictor
+        need = read_plan("oneplus-12/turbosparse-mixtral-47b").needs.predictor
         assert need.bytes / 2**30 == pytest.approx(2.6, abs=0.05)
 
 

@@ -13,7 +13,6 @@ import pi2
 from pi2.arrays import F32
 from pi2.cli.run import run_command as command
 from pi2.engine.loaded_model import LoadedModel
-from pi2.fitting.sizes import find_needs
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -228,7 +227,7 @@ def test_kernels_give_every_sequence_its_text_within_the_segments(tmp_path: Path
             assert item.token_ids == alone.token_ids
         assert model.stats.cache_misses > 0
         used = model._parts.budget.used_bytes
-        for name, need in find_needs(model.plan).items():
+        for name, need in model.plan.needs.items():
             assert name == "cold" or used[name] <= need.bytes, name
 
 

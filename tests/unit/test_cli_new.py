@@ -7,7 +7,6 @@ import pytest
 from pi2.cli import new
 from pi2.cli.main import run
 from pi2.fitting.check import check_file
-from pi2.fitting.sizes import find_needs
 from pi2.plan.reading.references import list_shipped
 from tests.helpers.goldens import copy_checkpoint, list_goldens
 from tests.helpers.slow import keep_quick
@@ -28,7 +27,7 @@ def test_a_new_plan_is_sound(device: str, memory: str) -> None:
     assert make_plan("--device", device, "--model", "pi2-demo", memory=memory) == 0
     report = check_file(Path(f"pi2-demo-on-{device}.plan.toml"))
     assert report.is_sound and report.resolved is not None
-    assert report.resolved.plan.memory.segments.hot >= find_needs(report.resolved).hot.bytes
+    assert report.resolved.plan.memory.segments.hot >= report.resolved.needs.hot.bytes
 
 
 MODELS = sorted(list_shipped("model"))

@@ -15,7 +15,6 @@ from pi2.diagnostics import UserError
 from pi2.engine.feed_forward import CutFeedForward
 from pi2.engine.waves import Wave
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.planner import plan as make_plan
 from pi2.planning.wish import Wish
@@ -88,7 +87,7 @@ def test_a_cache_that_is_too_small_for_a_token_changes_no_bit_either(
     expected = compute_decoded(plan, TOKENS, PROCESSOR | {"layers.hot": 1.0})
     least = PROCESSOR | {"layers.hot": 0.0, **choose_cold(plan, 490)}
     resolved = load_plan(plan, overrides=least)
-    assert find_needs(resolved).cold.bytes == resolved.plan.memory.segments.cold
+    assert resolved.needs.cold.bytes == resolved.plan.memory.segments.cold
     asked = []
 
     class Asked(CutFeedForward):
@@ -145,7 +144,7 @@ def test_gate_rows_of_layers_with_a_cutoff_are_kept_and_no_others(plan: Path) ->
     resolved = load_plan(plan)
     hidden = resolved.model.shape.stored_hidden
     assert resolved.named_layers == tuple(CUT) and resolved.whole_layers == (1, 4)
-    assert find_needs(resolved).predictor.bytes == len(CUT) * NEURONS * hidden * 2
+    assert resolved.needs.predictor.bytes == len(CUT) * NEURONS * hidden * 2
 
 
 def test_guesses_cannot_leave_out_what_layers_without_a_cutoff_compute(plan: Path) -> None:

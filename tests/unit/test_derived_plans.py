@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from pi2.cli.main import run
-from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.refit import FittedPlan, read_plan
@@ -43,7 +42,7 @@ def test_what_is_stated_is_kept(tmp_path: Path) -> None:
     segments = found.plan.memory.segments
     assert (segments.runtime, segments.cold) == (100 * MIB, MIB)
     assert found.plan.layers.hot == 0.125
-    assert segments.hot == find_needs(found).hot.bytes
+    assert segments.hot == found.needs.hot.bytes
     assert ("memory", "segments", "hot") in found.derived
     assert ("memory", "segments", "cold") not in found.derived
 
@@ -53,7 +52,7 @@ def test_a_stated_segment_of_hot_neurons_says_how_many_are_hot(tmp_path: Path) -
         tmp_path, '[memory]\nbudget = "126 MiB"\nsegments = { hot = "1 MiB", runtime = "87 MiB" }\n'
     )
     found = read(path).resolved
-    assert find_needs(found).hot.bytes <= MIB
+    assert found.needs.hot.bytes <= MIB
     assert 0.2 < found.plan.layers.hot <= 0.25
 
 

@@ -11,7 +11,6 @@ import pytest
 import pi2
 from pi2.cli.main import run as cli
 from pi2.diagnostics import UserError
-from pi2.fitting.sizes import find_needs
 from pi2.memory.uring import UringEngine
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
@@ -220,7 +219,7 @@ def test_rows_of_the_embedding_may_come_from_flash(tmp_path: Path) -> None:
             logits = forward.prefill(np.array(TOKENS, np.int32), all_logits=True)
             results.append([logits, forward.decode(7).copy(), forward.decode(287).copy()])
             sizes.append(model._parts.budget.used_bytes["attention"])
-            sizes.append(find_needs(model.plan).attention.bytes)
+            sizes.append(model.plan.needs.attention.bytes)
     for resident, read in zip(*results, strict=True):
         np.testing.assert_array_equal(read, resident)
     # 288 rows of 64 int8 elements and 2 scales, and 8 of them.

@@ -13,7 +13,6 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.fitting.completion import StoreOrigin, complete_plan
-from pi2.fitting.sizes import find_needs
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import BYTE_UNITS, parse_quantity
 from pi2.plan.reading.references import list_shipped
@@ -63,7 +62,7 @@ def test_sizes_follow_what_is_set(name: str, wish: dict[str, Any]) -> None:
         assert item.code in ("P026", "P231", "P611")
         return
     assert resolved.plan.memory.budget == load_plan(list_shipped("plan")[name]).plan.memory.budget
-    for segment, need in find_needs(resolved).items():
+    for segment, need in resolved.needs.items():
         assert getattr(resolved.plan.memory.segments, segment) >= need.bytes
 
 

@@ -13,7 +13,6 @@ import pi2
 from pi2.backends.arithmetic import compute_growth, compute_rope_tables
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
 from pi2.importing.checkpoint import list_tensors
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
@@ -46,9 +45,7 @@ def test_the_table_of_embeddings_stays_on_flash(make_plan: MakePlan) -> None:
     resolved = load_plan(make_plan("gemma4-e2b"), overrides={"prefill.chunk": 16})
     # 96 rows of 6 layers with 20 elements each, in whole groups, fp16; 16 of them in memory.
     whole, some = 96 * 2 * 128, 16 * 2 * 128
-    assert (
-        find_needs(resolved).attention.bytes < _count_dense_bytes(resolved.model) - whole + 2 * some
-    )
+    assert resolved.needs.attention.bytes < _count_dense_bytes(resolved.model) - whole + 2 * some
 
 
 def _count_dense_bytes(model: Model) -> int:

@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
 from pi2.importing.config import Layer, describe_layers
 from pi2.importing.new_model import describe_checkpoint
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint, make_golden_plan
@@ -79,7 +78,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_layer_with_two_mixers_keeps_a_state_and_keys_and_values(plan: Path) -> None:
     resolved = load_plan(plan)
-    model, needs = resolved.model, find_needs(resolved)
+    model, needs = resolved.model, resolved.needs
     assert model.layers is not None
     assert model.layers.kinds == ("mamba", "mamba+attention", "attention")
     assert model.state_layers == (0, 1)

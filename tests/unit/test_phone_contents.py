@@ -33,10 +33,9 @@ ALLOWED = {"numpy", "pi2", *STAND_INS} | set(sys.stdlib_module_names)
 DESCRIBE = """
 import json, sys
 from pathlib import Path
-from pi2.fitting.sizes import find_needs
 from pi2.phone.documents import read_resolved
 found = read_resolved(Path(sys.argv[1]))
-print(repr(find_needs(found)), found.layers, found.bundle, found.dense_units, found.digest)
+print(repr(found.needs), found.layers, found.bundle, found.dense_units, found.digest)
 def unfold(value):
     if hasattr(value, "model_fields_set"):
         value = {name: getattr(value, name) for name in type(value).model_fields}

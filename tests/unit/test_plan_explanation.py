@@ -9,7 +9,6 @@ import tomli
 
 from pi2.authoring.explanation import describe_path, explain_value, list_keys, parse_path
 from pi2.fitting.check import check_file, check_plan
-from pi2.fitting.sizes import find_needs
 from pi2.plan.composing.compose import trace_value
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind
@@ -91,7 +90,7 @@ def test_a_layer_leads_to_what_sets_it(plan: Path) -> None:
 def test_what_a_value_costs(plan: Path) -> None:
     report = check_plan(plan)
     assert report.resolved is not None
-    needs = dict(find_needs(report.resolved).items())
+    needs = dict(report.resolved.needs.items())
     for key, segment in [("kv.context", "kv"), ("decode.predictor", "predictor")]:
         costs = explain_value(report, "plan", parse_path(key)).costs
         assert costs[0].needed_bytes == needs[segment].bytes

@@ -9,7 +9,7 @@ import pytest
 
 from pi2.fitting.budget import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import count_threads, find_needs
+from pi2.fitting.sizes import count_threads
 from pi2.machine import detect_machine
 from pi2.machine.cpu import list_features
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -41,7 +41,7 @@ def change_plan(resolved: ResolvedPlan, table: str, **values: Any) -> ResolvedPl
 
 
 def test_every_need_is_explained(demo: ResolvedPlan) -> None:
-    for name, need in find_needs(demo).items():
+    for name, need in demo.needs.items():
         assert need.explanation, name
 
 
@@ -53,7 +53,7 @@ def need_workspace(
     )
     device = demo.device.model_copy(update={"units": {"cpu": cpu}})
     resolved = replace(change_plan(demo, "prefill", chunk=chunk), device=device)
-    return find_needs(resolved).workspace.bytes
+    return resolved.needs.workspace.bytes
 
 
 def test_cores_with_amx_keep_tokens_and_rows_for_tiles(demo: ResolvedPlan) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 import pi2
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import EXACT as EXPLICIT
 from tests.helpers.goldens import UNROUNDED, check_arrays, make_golden_plan, read_golden
 from tests.helpers.slow import mark_slow
@@ -25,7 +24,7 @@ def test_no_segment_takes_more_than_plan_counts(backend: str, predictor: str, pl
         if backend == "cpu":
             check_arrays(model)
         used = model._parts.budget.used_bytes
-        for name, need in find_needs(model.plan).items():
+        for name, need in model.plan.needs.items():
             if name == "cold":  # the cache takes its whole segment
                 continue
             assert used[name] <= need.bytes, name
@@ -37,10 +36,10 @@ def test_no_segment_takes_more_than_plan_counts(backend: str, predictor: str, pl
 def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, plan: Path) -> None:
     with pi2.load(plan, set={"backends.cpu": backend, **UNROUNDED}) as model:
         assert model.generate("abcd", max_tokens=3, ignore_eos=True).result.text
-        used, needs = model._parts.budget.used_bytes, find_needs(model.plan)
+        used, needs = model._parts.budget.used_bytes, model.plan.needs
         assert 0.9 * needs.kv.bytes <= used["kv"] <= needs.kv.bytes
         assert used["workspace"] <= needs.workspace.bytes
-        assert needs.workspace.bytes > find_needs(load_plan(plan)).workspace.bytes
+        assert needs.workspace.bytes > load_plan(plan).needs.workspace.bytes
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -
     plan = make_golden_plan(name, tmp_path, EXPLICIT, {"backends": {"cpu": "cpu"}})
     with pi2.load(plan) as loaded:
         loaded.logits(golden.prompt)
-        used, needs = loaded._parts.budget.used_bytes, find_needs(loaded.plan)
+        used, needs = loaded._parts.budget.used_bytes, loaded.plan.needs
         for segment, need in needs.items():
             assert segment == "cold" or used[segment] <= need.bytes, segment
         assert used["attention"] >= 0.99 * needs.attention.bytes
@@ -64,7 +63,7 @@ def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("more", [0, 24_000, 1 << 20])
 def test_layers_first_takes_as_many_chunks_as_workspace_has_room_for(more: int, plan: Path) -> None:
     changes: dict[str, object] = {"backends.cpu": "cpu"}
-    need = find_needs(load_plan(plan, overrides=changes)).workspace.bytes
+    need = load_plan(plan, overrides=changes).needs.workspace.bytes
     changes["memory.segments.workspace"] = f"{need + more} B"
     changes["pipeline.prefill"] = "layers-first"
     with pi2.load(plan, set=changes) as model:

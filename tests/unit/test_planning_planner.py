@@ -20,7 +20,7 @@ from pi2.diagnostics import UserError
 from pi2.fitting.budget import fit_plan
 from pi2.fitting.check import check_plan
 from pi2.fitting.completion import StoreOrigin, complete_plan, resolve_values
-from pi2.fitting.sizes import describe_unit, find_needs
+from pi2.fitting.sizes import describe_unit
 from pi2.phone.building import describe_npu
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.quantities import approximate_bytes
@@ -145,7 +145,7 @@ def test_no_random_plan_within_the_memory_is_faster(planned: PlannedPlan) -> Non
         values["decode"]["look_ahead"] = "none"
         values["io"]["depth"] = int(random.choice([8, 64]))
         values["prefill"]["chunk"] = int(random.choice([32, 128]))
-        needs = dict(find_needs(resolve_values(values, wish.device, wish.model)).items())
+        needs = dict(resolve_values(values, wish.device, wish.model).needs.items())
         spent = 160 * MIB + sum(item.bytes for name, item in needs.items() if name != "cold")
         cold = 3 * GIB - spent
         if cold < needs["cold"].bytes:
@@ -316,7 +316,7 @@ def test_more_sequences_use_more_neurons_and_give_more_to_the_dense_unit() -> No
     shares = [item.resolved.layers[0].split.get("npu", 0.0) for item in (one, four)]
     assert shares[1] > 1.3 * shares[0]
     assert four.resolved.plan.decode.batch == 4
-    assert find_needs(four.resolved).kv.bytes == 4 * find_needs(one.resolved).kv.bytes
+    assert four.resolved.needs.kv.bytes == 4 * one.resolved.needs.kv.bytes
 
 
 def test_energy_is_joules_of_the_power_figures() -> None:

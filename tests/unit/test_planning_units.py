@@ -8,7 +8,7 @@ import pytest
 import pi2
 from pi2.cli.main import run
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import count_unit_needs, describe_unit, find_needs
+from pi2.fitting.sizes import count_unit_needs, describe_unit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from tests.helpers.programs import Ask
 from tests.helpers.slow import mark_slow
@@ -66,8 +66,8 @@ def test_neurons_of_a_unit_in_main_memory_are_part_of_the_segment_hot(tmp_path: 
     own = sum(len(layer.own_hot) for layer in resolved.layers)
     need = count_unit_needs(resolved)["npu"].bytes
     assert need > 0
-    assert find_needs(resolved).hot.bytes == own * resolved.bundle.stride + need
-    assert 0 <= resolved.plan.memory.segments.hot - find_needs(resolved).hot.bytes < MIB
+    assert resolved.needs.hot.bytes == own * resolved.bundle.stride + need
+    assert 0 <= resolved.plan.memory.segments.hot - resolved.needs.hot.bytes < MIB
 
 
 def test_a_gpu_has_all_hot_neurons_that_it_is_faster_with(tmp_path: Path) -> None:

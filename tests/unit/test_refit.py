@@ -8,7 +8,6 @@ import pytest
 from pi2.diagnostics import UserError
 from pi2.fitting.budget import count_runtime
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import find_shipped_folder
@@ -30,7 +29,7 @@ def fit(budget: float, plan: Path = DEMO, **overrides: object) -> tuple[Refit, R
 
 def find_least() -> float:
     resolved = load_plan(DEMO)
-    needs = {name: need.bytes for name, need in find_needs(resolved).items()}
+    needs = {name: need.bytes for name, need in resolved.needs.items()}
     runtime = count_runtime(resolved.model, 100 * MIB)
     return (runtime + sum(needs.values()) - needs["hot"]) / MIB
 

@@ -14,7 +14,6 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
 from pi2.importing.convert import convert_checkpoint
 from pi2.measuring.ordering import reorder_store, repack_store
 from pi2.store.manifest import MANIFEST, name_scales_file, read_manifest
@@ -174,8 +173,8 @@ def test_a_plan_and_its_store_agree_about_scales(tiny: TinyModel) -> None:
 def test_a_smaller_budget_keeps_the_scales(tiny: TinyModel) -> None:
     plan = write_plan(tiny.store.parent, tiny, {"layers": {"hot": 0.5}})
     changes = {"weights": "apart", "bundle.stride": f"{RESIDENT} B", "bundle.scales": "resident"}
-    needed = find_needs(load_plan(plan, overrides=changes))
-    inline = find_needs(load_plan(plan))
+    needed = load_plan(plan, overrides=changes).needs
+    inline = load_plan(plan).needs
     scales_bytes = 2 * 96 * 3 * 42
     assert needed.attention.bytes - inline.attention.bytes == scales_bytes
     attention = {"memory.segments.attention": f"{inline.attention.bytes} B"}

@@ -9,7 +9,6 @@ import pytest
 import pi2
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.fitting.sizes import find_needs
 from tests.helpers.goldens import CPU, ROUNDING, make_golden_plan, measure_error
 from tests.helpers.slow import keep_quick, mark_slow
 
@@ -105,7 +104,7 @@ def test_the_segment_state_holds_what_is_counted(plan: Path, changes: dict[str, 
         assert model.generate_batch(
             prompts, max_tokens=3, ignore_eos=True
         ).result.rounds.whole.steps
-        needs, used = find_needs(model.plan), model._parts.budget.used_bytes
+        needs, used = model.plan.needs, model._parts.budget.used_bytes
         assert needs.state.bytes > 0
         assert used["state"] == needs.state.bytes
         for name, need in needs.items():

@@ -12,7 +12,6 @@ from pathlib import Path
 from limited.rows import Row
 from pi2.fitting.budget import PAGE_TABLE_PART, count_libraries, round_segment
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import find_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import TOKENS_TOGETHER
 from pi2.plan.documents.model import Model
@@ -126,7 +125,7 @@ def fit_step(
         chunk = resolved.plan.prefill.chunk if chunk is None else chunk
         assert isinstance(chunk, int)
         more = (TOKENS_TOGETHER // chunk - 1) * chunk * 15 * resolved.model.shape.hidden
-        now, then = find_needs(resolved), find_needs(replace_chunk(resolved, chunk))
+        now, then = resolved.needs, replace_chunk(resolved, chunk).needs
         workspace = segments.workspace + more + then.workspace.bytes - now.workspace.bytes
         attention = segments.attention + then.attention.bytes - now.attention.bytes
         taken = workspace + attention - segments.workspace - segments.attention

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pi2.plan.arithmetic.sources import FileFacts, Source
-from pi2.plan.arithmetic.units import DividedRows, count_qkv_rows, count_rows
+from pi2.plan.arithmetic.units import DividedRows, Needs, count_qkv_rows, count_rows
 from pi2.plan.documents.common import dump_plain, hash_json
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
@@ -21,8 +21,6 @@ from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
 if TYPE_CHECKING:
     from pi2.plan.reading.thresholds import Thresholds
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +91,16 @@ class ResolvedPlan:
     """Tells how the backends take a plan's neuron store."""
     draft: ResolvedPlan | None = None
     """The plan of the model that drafts tokens, if `decode.speculation` names one."""
-    _derived: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def source(self) -> Source:
         """The source of the weights."""
         return self.file or self.find_source(self)
+
+    @cached_property
+    def needs(self) -> Needs:
+        """Bytes that each segment needs."""
+        return self.source.count_needs(self)
 
     @property
     def store_path(self) -> Path:
@@ -232,13 +234,6 @@ class ResolvedPlan:
 
     def list_backends(self) -> frozenset[str]:
         return frozenset(map(self.name_backend, (self.sparse_unit, *self.dense_units)))
-
-    def derive(self, compute: Callable[[ResolvedPlan], _T]) -> _T:
-        """What ``compute`` makes of the plan, computed once."""
-        if compute not in self._derived:
-            self._derived[compute] = compute(self)
-        found: _T = self._derived[compute]
-        return found
 
     @cached_property
     def digest(self) -> str:

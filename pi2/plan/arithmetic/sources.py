@@ -63,10 +63,6 @@ class Source:
         """Bytes that each segment needs."""
         raise NotImplementedError
 
-    def count_context(self, resolved: ResolvedPlan) -> int:
-        """Bytes of main memory that full contexts take."""
-        raise NotImplementedError
-
     def count_memory(self, resolved: ResolvedPlan, tokens: int, lent: int) -> int:
         """Resident bytes after ``tokens`` of context, which lends ``lent``."""
         raise NotImplementedError
@@ -204,9 +200,6 @@ class FileFacts(Source):
 
     def count_needs(self, resolved: ResolvedPlan) -> Needs:
         return self.needs
-
-    def count_context(self, resolved: ResolvedPlan) -> int:
-        return self.needs.kv.bytes
 
     def count_memory(self, resolved: ResolvedPlan, tokens: int, lent: int) -> int:
         segments = resolved.plan.memory.segments

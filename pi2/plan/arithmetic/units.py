@@ -19,14 +19,13 @@ from pi2.model.tensor import (
     DenseTensor,
     split_name,
 )
-from pi2.plan.documents.quantities import approximate_bytes
-from pi2.plan.weights.layout import Precision, align_bytes, round_up
+from pi2.plan.weights.layout import Precision, align_bytes
 
 if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.documents.device import Unit
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.plan import KvType, Plan
+    from pi2.plan.documents.plan import KvType
     from pi2.plan.documents.plan_units import Graphs
     from pi2.plan.weights.layout import BundleLayout
 
@@ -141,8 +140,6 @@ class Needs:
         return [(item.name, getattr(self, item.name)) for item in fields(self)]
 
 
-KV_TOKENS = 16
-"""The KV cache holds a multiple of this many tokens."""
 KV_ELEMENT_BYTES: Mapping[KvType, int] = {"fp32": 4, "fp16": 2, "int8": 1}
 """Bytes of an element of the KV cache."""
 KV_SCALE_BYTES = 2
@@ -169,55 +166,6 @@ def count_kv_token_bytes(model: Model, kind: KvType) -> int:
     if index is not None:
         total += count_indexes(model) * index.width * count_index_bytes(kind)
     return total // model.shape.layers
-
-
-def need_kv(plan: Plan, model: Model) -> Need:
-    """The KV cache: 2 L tokens k w elements, tokens rounded up to a multiple of 16, for every
-    sequence of a batch; with latent attention L tokens times the elements kept of each.
-
-    int8 adds a scale of 2 bytes for every vector of w elements."""
-    tokens, batch = round_up(plan.kv.context, KV_TOKENS), plan.decode.batch
-    element = KV_ELEMENT_BYTES[plan.kv.type]
-    total, parts = 0, []
-    for attention, layers in list_attention(model):
-        kinds, count, size = attention.kept
-        if not kinds:
-            continue
-        row, scales = count * size, ""
-        total += kinds * batch * layers * align_bytes(tokens * row * element)
-        if plan.kv.type == "int8":
-            total += kinds * batch * layers * align_bytes(tokens * count * KV_SCALE_BYTES)
-            scales = f", and {count} scale{'s' if count > 1 else ''}"
-        parts.append(
-            ("" if batch == 1 else f"{batch} sequences x ")
-            + ("2 (keys, values) x " if kinds == 2 else "")
-            + f"{layers} layers x {tokens} tokens x {row} elements "
-            f"of {element} byte{'s' if element > 1 else ''}{scales}"
-        )
-    index, layers = model.attention.index, count_indexes(model)
-    if index is not None and layers:
-        each = count_index_bytes(plan.kv.type)
-        total += batch * layers * align_bytes(tokens * index.width * each)
-        several = "" if batch == 1 else f"{batch} sequences x "
-        parts.append(
-            f"{several}{layers} indexes x {tokens} keys x {index.width} elements of {each} bytes"
-        )
-    return Need(total, "; ".join(parts))
-
-
-def need_state(plan: Plan, model: Model) -> Need:
-    """States: per state of a layer and sequence, the convolution's earlier tokens and the recurrent
-    state, float32; twice where tokens are drafted, which may have to be taken back."""
-    states, batch, each = len(model.states), plan.decode.batch, count_state_bytes(model)
-    if not states:
-        return Need(0, "nothing, every layer has a KV cache")
-    several = "" if batch == 1 else f"{batch} sequences x "
-    copies = 1 if plan.decode.speculation is None else 2
-    several += "" if copies == 1 else "2 (with a copy) x "
-    return Need(
-        copies * batch * states * each,
-        f"{several}{states} states of {approximate_bytes(each)} each",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
