@@ -1,10 +1,10 @@
-"""Tensors that a checkpoint stores as codes, scales and more, decoded as their rows are read: 8-bit
-floats, integers and 4-bit floats times their scales."""
+"""Tensors that a checkpoint stores as codes, scales and more, decoded as their rows are read."""
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from pi2.plan.weights.layout import GROUP, Precision
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
 """How numpy reads types that are codes."""
+Tensors = Mapping[str, SourceTensor]
 _FLOATS = {"F32", "F16", "BF16", "F64"}
 MOST_EXPERTS = 4096
 """Most experts of a layer."""
@@ -41,18 +42,6 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 
 E8M0 = np.append(2.0 ** np.arange(-127.0, 128.0), np.nan).astype(np.float32)
 """Powers of two by their exponents; 255 is no number."""
-
-
-def decode_e8m0(codes: Raw) -> F32:
-    """Numbers that 8-bit exponents stand for."""
-    return E8M0[codes.view(np.uint8)]
-
-
-def decode_pairs(codes: Raw) -> F32:
-    """4-bit floats [n, 2 m] of bytes [n, m], the low half of each first."""
-    raw = codes.view(np.uint8)
-    pairs = np.stack([raw & np.uint8(15), raw >> np.uint8(4)], axis=-1)
-    return E2M1[pairs.reshape(len(codes), -1)]
 
 
 def read_array(tensor: SourceTensor, start: int = 0, stop: int | None = None) -> Raw:
@@ -80,10 +69,7 @@ def read_array(tensor: SourceTensor, start: int = 0, stop: int | None = None) ->
 
 
 def take_part(
-    tensors: Mapping[str, SourceTensor],
-    name: str,
-    shape: tuple[int, ...] | None = None,
-    dtypes: tuple[str, ...] = (),
+    tensors: Tensors, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[str, ...] = ()
 ) -> SourceTensor:
     """A tensor of ``shape`` and one of ``dtypes``; `UserError` P533, P534 or P535."""
     tensor = tensors.get(name)
@@ -210,14 +196,13 @@ def unfold_norm(inner: SourceTensor, norm: SourceTensor | None, offset: float) -
     )
 
 
-_STACKED = re.compile(r"(.*)\.([0-9]+)")
-"""A matrix that `pi2.importing.checkpoint.divide_stacks` has named."""
-_SCALES = ("_scale_inv", "_scale")
 FLOATS = ("F32", "BF16", "F16")
 SCALE_TYPES = (*FLOATS, "F8_E8M0")
-_EXPONENTS = ("U8", "F8_E8M0")
+EXPONENTS = ("U8", "F8_E8M0")
 _WORD = 32
 """Bits of a word."""
+Numbers = Callable[[int, int], F32]
+"""Gives rows from one on and before another, float32 [n, ...]."""
 
 
 def unpack(words: Raw, bits: int, count: int) -> I32:
@@ -238,73 +223,68 @@ def count_words(count: int, bits: int) -> int:
     return -(-count * bits // _WORD)
 
 
+def read_numbers(tensor: SourceTensor, start: int = 0, stop: int | None = None) -> F32:
+    """Rows of codes that are numbers each, or of plain ones."""
+    raw = read_array(tensor, start, stop)
+    return E4M3[raw] if tensor.dtype == "F8_E4M3" else np.asarray(raw, np.float32)
+
+
+def read_scales(tensor: SourceTensor, start: int = 0, stop: int | None = None) -> F32:
+    if tensor.dtype in EXPONENTS:
+        return E8M0[read_array(tensor, start, stop).view(np.uint8)]
+    return read_numbers(tensor, start, stop)
+
+
+def read_pairs(codes: SourceTensor, start: int, stop: int) -> F32:
+    """4-bit floats [n, 2 m] of bytes [n, m], the low half of each first."""
+    raw = read_array(codes, start, stop).view(np.uint8)
+    pairs = np.stack([raw & np.uint8(15), raw >> np.uint8(4)], axis=-1)
+    return E2M1[pairs.reshape(len(raw), -1)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledCodes:
-    """Codes, less the code that stands for 0, times scales."""
+    """A matrix of codes, less the code that stands for 0, times scales."""
 
-    shape: tuple[int, ...]
-    codes: SourceTensor
-    scales: SourceTensor
+    shape: tuple[int, int]
+    codes: Numbers
+    scales: Numbers
+    """By rows of blocks."""
     block: tuple[int, int]
     """Rows and columns that share a scale."""
-    layout: Literal["plain", "words", "pairs of rows"] = "plain"
-    """Of the codes: a number each, 32-bit words along the rows, or 4 bits of two rows a byte."""
-    bits: int = 8
-    zeros: SourceTensor | None = None
-    """Codes that stand for 0: as the scales, or in words [words, groups] along the rows."""
+    zeros: Numbers | None = None
+    """Codes that stand for 0, as the scales are."""
     groups: SourceTensor | None = None
     """Number of the group of each column; None: they follow each other."""
+    fills: bool = False
+    """Whether -1 fills numbers that the quantiser has left out: groups follow each other."""
 
-    def decode(self, start: int, stop: int) -> F32:
-        numbers = self._read_codes(start, stop)
+    def make(self, name: str, *parts: SourceTensor | None, kind: Kind = "plain") -> DecodedTensor:
+        """The tensor ``name``, which is made of ``parts``."""
+        given = [part for part in (*parts, self.groups) if part is not None]
+        return compute_tensor(name, self.shape, self._decode, *given, kind=kind)
+
+    def _decode(self, start: int, stop: int) -> F32:
+        numbers = self.codes(start, stop)
         if self.zeros is not None:
-            numbers = numbers - self._spread(self._read_zeros(self.zeros), start, stop)
-        return np.asarray(numbers * self._spread(read_scales(self.scales), start, stop), np.float32)
+            numbers = numbers - self._spread(self.zeros, start, stop)
+        return np.asarray(numbers * self._spread(self.scales, start, stop), np.float32)
 
-    def _read_codes(self, start: int, stop: int) -> F32:
-        if self.layout == "pairs of rows":
-            stored = read_array(self.codes, start // 2, -(-stop // 2)).view(np.uint8)
-            # The upper half of a byte and its sign; shifted, they are a signed number of 4 bits.
-            halves = np.stack([stored << np.uint8(4), stored & np.uint8(0xF0)], axis=1)
-            codes = (halves.view(np.int8) >> 4).reshape(-1, self.shape[1])
-            return codes[start % 2 :][: stop - start].astype(np.float32)
-        raw = read_array(self.codes, start, stop)
-        if self.layout == "words":
-            codes = unpack(raw, self.bits, self.shape[1]) - (1 << (self.bits - 1))
-            return codes.astype(np.float32)
-        return E4M3[raw] if self.codes.dtype == "F8_E4M3" else raw.astype(np.float32)
-
-    def _read_zeros(self, zeros: SourceTensor) -> F32:
-        raw = read_array(zeros)
-        if zeros.dtype != "I32":
-            return E4M3[raw] if zeros.dtype == "F8_E4M3" else raw.astype(np.float32)
-        packed = np.ascontiguousarray(raw.T)
-        codes = unpack(packed, self.bits, self.shape[0]).T - (1 << (self.bits - 1))
-        return codes.astype(np.float32)
-
-    def _spread(self, values: F32, start: int, stop: int) -> F32:
+    def _spread(self, read: Numbers, start: int, stop: int) -> F32:
         """The value of each weight of some rows, or an array that broadcasts to them."""
-        if values.size == 1:
-            return values.reshape(1, 1)
         rows, columns = self.block
-        own = values.reshape(-(-self.shape[0] // rows), -1)[np.arange(start, stop) // rows]
-        if own.shape[1] == 1:
+        first, last = start // rows, -(-stop // rows)
+        values = read(first, last).reshape(last - first, -1)
+        own = values[np.arange(start, stop) // rows - first]
+        if own.shape[1] == 1 and self.groups is None:
             return own
         index = np.arange(self.shape[1]) // columns
         if self.groups is not None:
             found = read_array(self.groups).astype(np.int64)
-            if found.min() < -1 or found.max() >= own.shape[1]:
+            if found.min() < -int(self.fills) or found.max() >= own.shape[1]:
                 raise refuse_shape(self.groups, (self.shape[1],))
-            # -1 fills numbers that the quantiser has left out: groups follow each other.
             index = index if found.min() < 0 else found
         return own[:, index]
-
-
-def read_scales(tensor: SourceTensor) -> F32:
-    found = read_array(tensor).reshape(tensor.shape)
-    if tensor.dtype in _EXPONENTS:
-        return decode_e8m0(found)
-    return np.asarray(found, np.float32)
 
 
 def find_block(
@@ -329,55 +309,84 @@ def find_block(
     raise refuse_shape(scales, (-(-rows // high), -(-columns // wide)))
 
 
-def decode_scaled(
-    tensors: Mapping[str, SourceTensor], name: str, stated: Iterable[tuple[int, int]] = ()
-) -> DecodedTensor:
-    """A matrix of 8-bit codes with its scales, and its zero points if it has some."""
-    codes = take_part(tensors, name)
+def take_matrix(
+    tensors: Tensors, name: str, dtypes: tuple[str, ...] = ()
+) -> tuple[SourceTensor, tuple[int, int]]:
+    """The codes ``name`` and their shape; `UserError` P533 to P535 if they are no matrix."""
+    codes = take_part(tensors, name, dtypes=dtypes)
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise refuse_shape(codes, (-1, -1))
+    return codes, (codes.shape[0], codes.shape[1])
+
+
+MX_GROUP, _NV_GROUP = 32, 16
+_STACKED = re.compile(r"(.*)\.([0-9]+)")
+"""A matrix that `pi2.importing.checkpoint.divide_stacks` has named."""
+_SCALES = ("_scale_inv", "_scale")
+
+
+def decode_scaled(
+    tensors: Tensors, name: str, stated: Iterable[tuple[int, int]] = ()
+) -> DecodedTensor:
+    """A matrix of 8-bit codes with its scales, and its zero points if it has some."""
+    codes, shape = take_matrix(tensors, name)
     match = _STACKED.fullmatch(name)
     names = [name + ending for ending in _SCALES]
     if match is not None:
         names += [f"{match[1]}{ending}.{match[2]}" for ending in _SCALES]
     found = next((item for item in names if item in tensors), names[0])
-    scales = take_part(tensors, found, dtypes=(*SCALE_TYPES, "U8"))
-    parts, zeros = [codes, scales], None
+    scales, zeros = take_part(tensors, found, dtypes=(*SCALE_TYPES, "U8")), None
     if f"{name}_zero_point" in tensors:
         types = ("I8", "F8_E4M3", "I64")
         zeros = take_part(tensors, f"{name}_zero_point", scales.shape, types)
-        parts.append(zeros)
-    block = find_block(codes.shape, scales, stated)
-    made = ScaledCodes(shape=codes.shape, codes=codes, scales=scales, block=block, zeros=zeros)
-    return compute_tensor(name, codes.shape, made.decode, *parts)
-
-
-MX_GROUP, NV_GROUP = 32, 16
+    made = ScaledCodes(
+        shape=shape,
+        codes=partial(read_numbers, codes),
+        scales=partial(read_scales, scales),
+        block=find_block(shape, scales, stated),
+        zeros=None if zeros is None else partial(read_numbers, zeros),
+    )
+    return made.make(name, codes, scales, zeros)
 
 
 def decode_groups(
     name: str,
-    shape: tuple[int, int],
     codes: SourceTensor,
     scales: SourceTensor,
-    *parts: SourceTensor,
-    factor: float = 1.0,
-    first: int = 0,
+    factor: SourceTensor | None = None,
+    *,
+    divides: bool = False,
 ) -> DecodedTensor:
-    """Rows of 4-bit floats with a scale for each group: bytes [rows, columns / 2] with exponents,
-    or 8-bit floats that ``factor`` multiplies, [rows, groups].  Of several experts [experts, rows,
-    groups, .], ``first`` is the row where one begins."""
-    is_mxfp4 = scales.dtype in _EXPONENTS
+    """4-bit floats, bytes [rows, columns / 2], with a scale for each group [rows, groups]: an
+    exponent, or an 8-bit float that the tensor's own ``factor`` multiplies, or ``divides``."""
+    shape, value = (codes.shape[0], 2 * codes.shape[1]), np.float32(1)
+    if factor is not None:
+        stated = float(read_array(factor).reshape(-1)[0])
+        value = np.float32(1.0 / stated if divides and stated else stated)
+    made = ScaledCodes(
+        shape=shape,
+        codes=partial(read_pairs, codes),
+        scales=lambda start, stop: read_scales(scales, start, stop) * value,
+        block=(1, shape[1] // scales.shape[1]),
+    )
+    return made.make(name, codes, scales, factor, kind="mxfp4" if factor is None else "nvfp4")
 
-    def decode(start: int, stop: int) -> F32:
-        own = _read_part(scales, first + start, first + stop)
-        wide = decode_e8m0(own) if is_mxfp4 else E4M3[own] * np.float32(factor)
-        numbers = decode_pairs(_read_part(codes, first + start, first + stop))
-        groups = numbers.reshape(*wide.shape, -1) * wide[:, :, None]
-        return np.asarray(groups.reshape(len(wide), -1), np.float32)
 
-    kind: Kind = "mxfp4" if is_mxfp4 else "nvfp4"
-    return compute_tensor(name, shape, decode, codes, scales, *parts, kind=kind)
+def decode_four_bits(
+    tensors: Tensors, name: str, codes_name: str, global_name: str, *, divides: bool
+) -> DecodedTensor:
+    """A matrix of packed 4-bit floats; ``divides``: whether the tensor's own scale divides the
+    groups' scales, instead of multiplying."""
+    codes, (rows, half) = take_matrix(tensors, codes_name, ("U8",))
+    found = tensors.get(f"{name}_scale")
+    is_nv = found is not None and found.dtype == "F8_E4M3"
+    group = _NV_GROUP if is_nv else MX_GROUP
+    if 2 * half % group:
+        raise refuse_shape(codes, (rows, -(-2 * half // group) * group // 2))
+    types = ("F8_E4M3",) if is_nv else EXPONENTS
+    scales = take_part(tensors, f"{name}_scale", (rows, 2 * half // group), types)
+    whole = take_part(tensors, global_name, dtypes=FLOATS) if is_nv else None
+    return decode_groups(name, codes, scales, whole, divides=divides)
 
 
 def quantize_exactly(rows: F32) -> tuple[U8, F16 | None] | None:
@@ -401,44 +410,3 @@ def quantize_exactly(rows: F32) -> tuple[U8, F16 | None] | None:
     chosen = np.where(exact[:, :, None], codes, known).astype(np.int8)
     scales = np.where(exact, powers, scales).astype(np.float16)
     return packing.pack(chosen.reshape(rows.shape)), scales
-
-
-def _read_part(tensor: SourceTensor, start: int, stop: int) -> Raw:
-    """Rows of codes or scales [n, .], of all experts one after the other."""
-    if len(tensor.shape) == 2:
-        return read_array(tensor, start, stop)
-    rows = tensor.shape[1]
-    first, last = start // rows, -(-stop // rows)
-    found = read_array(tensor, first, last).reshape((last - first) * rows, -1)
-    return found[start - first * rows : stop - first * rows]
-
-
-def decode_four_bits(
-    tensors: Mapping[str, SourceTensor],
-    name: str,
-    codes_name: str,
-    scales_name: str,
-    global_name: str,
-    *,
-    divides: bool,
-) -> DecodedTensor:
-    """A matrix of packed 4-bit floats; ``divides``: whether the tensor's own scale divides the
-    groups' scales, instead of multiplying."""
-    codes = take_part(tensors, codes_name, dtypes=("U8",))
-    if len(codes.shape) != 2 or 0 in codes.shape:
-        raise refuse_shape(codes, (-1, -1))
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
-    found = tensors.get(scales_name)
-    is_nv = found is not None and found.dtype == "F8_E4M3"
-    group = NV_GROUP if is_nv else MX_GROUP
-    if columns % group:
-        raise refuse_shape(codes, (rows, -(-columns // group) * group // 2))
-    types = ("F8_E4M3",) if is_nv else _EXPONENTS
-    scales = take_part(tensors, scales_name, (rows, columns // group), types)
-    factor, parts = 1.0, list[SourceTensor]()
-    if is_nv:
-        whole = take_part(tensors, global_name, dtypes=FLOATS)
-        value = float(read_array(whole).reshape(-1)[0])
-        factor = 1.0 / value if divides and value else value
-        parts.append(whole)
-    return decode_groups(name, (rows, columns), codes, scales, *parts, factor=factor)

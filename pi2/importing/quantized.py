@@ -1,18 +1,24 @@
-"""Hugging Face checkpoints whose weights are quantised: shown as the plain tensors that they stand
-for.  Here are weights of two, four and eight bits: MXFP4, FP8, ModelOpt, BitNet.
+"""Hugging Face checkpoints with quantised weights, shown as the plain tensors that they stand for.
 
-BitNet's ternary weights: -1, 0 and 1 times one scale of the matrix.
+compressed-tensors (llm-compressor, vLLM): ``NAME.weight_packed`` or ``NAME.weight``, and scales.
+Zero points and group numbers are optional.
 
-They are published packed, four to a byte with the matrix's rows in quarters, or as the numbers that
-training changes (``quantization_mode`` = ``online``). Their scale is then their mean magnitude.
-BitNet also rounds activations to 8 bits, one scale for a token; how many bits activations have is a
-plan's to say, not a store's.
+GPTQ and AWQ: integers in 32-bit words, matrices with columns where others have rows.
+Both have ``qweight``, ``qzeros`` and ``scales`` [groups, out]. GPTQ packs along the inputs, the
+lowest bits first, and keeps zero points less one, except in its second format. Inputs may have any
+order; ``g_idx`` states their groups. AWQ packs 8 neighbours of the outputs into a word, in the
+order 0, 2, 4, 6, 1, 3, 5, 7.
 
+BitNet: -1, 0 and 1 times one scale of the matrix. They are packed, four to a byte with the
+matrix's rows in quarters. Or they are the numbers that training changes (``quantization_mode`` =
+``online``), whose mean magnitude is the scale. BitNet also rounds activations to 8 bits, one scale
+for a token; how many bits activations have is a plan's to say, not a store's.
 Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits
 (arXiv 2402.17764), section 2."""
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +26,35 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.importing.compressed_tensors import read_awq, read_compressed, read_gptq
 from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import (
+    EXPONENTS,
     FLOATS,
     MOST_EXPERTS,
     MX_GROUP,
     SCALE_TYPES,
     DecodedTensor,
     ScaledCodes,
+    Tensors,
     compute_tensor,
+    count_words,
     decode_four_bits,
     decode_groups,
     decode_scaled,
     find_block,
     multiply_columns,
     read_array,
+    read_numbers,
     read_scales,
     refuse_shape,
+    take_matrix,
     take_part,
+    unpack,
 )
 from pi2.importing.safetensors_file import SourceTensor, TurnedTensor
 
 
-def read_fp8(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def read_fp8(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
     """Weights of type F8_E4M3 with ``_scale_inv`` or ``_scale``; others are plain."""
     stated = []
     if settings.has("weight_block_size"):
@@ -58,29 +69,33 @@ def read_fp8(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str,
     return decoded
 
 
-def read_mxfp4(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def read_mxfp4(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
     """gpt-oss: ``NAME_blocks`` and ``NAME_scales`` are experts ``NAME.0``, ``NAME.1`` and so on."""
     decoded = dict(tensors)
     for name, tensor in tensors.items():
         if not name.endswith("_blocks"):
             continue
-        base = name.removesuffix("_blocks")
-        shape = tensor.shape
+        base, shape = name.removesuffix("_blocks"), tensor.shape
         codes = take_part(tensors, name, dtypes=("U8",))
         if len(shape) != 4 or shape[3] != MX_GROUP // 2 or not 1 <= shape[0] <= MOST_EXPERTS:
             raise refuse_shape(tensor, (-1, -1, -1, MX_GROUP // 2))
-        scales = take_part(tensors, f"{base}_scales", shape[:3], ("U8", "F8_E8M0"))
+        scales = take_part(tensors, f"{base}_scales", shape[:3], EXPONENTS)
+        widths = shape[2] * shape[3], shape[2]
         for expert in range(shape[0]):
-            sizes = shape[1], shape[2] * MX_GROUP
-            first = expert * shape[1]
-            whole = decode_groups(f"{base}.{expert}", sizes, codes, scales, first=first)
-            decoded[f"{base}.{expert}"] = TurnedTensor.of(
-                whole, shape=sizes[::-1], size_bytes=whole.size_bytes // shape[0]
-            )
+            parts = map(_take_expert, (codes, scales), (expert, expert), widths)
+            whole = decode_groups(f"{base}.{expert}", *parts)
+            decoded[whole.name] = TurnedTensor.of(whole, shape=whole.shape[::-1])
     return decoded
 
 
-def read_modelopt(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def _take_expert(stack: SourceTensor, expert: int, width: int) -> SourceTensor:
+    """A matrix of ``width`` columns of a tensor [experts, rows, ...]."""
+    size = stack.size_bytes // stack.shape[0]
+    place = stack.offset + expert * size
+    return replace(stack, shape=(stack.shape[1], width), offset=place, size_bytes=size)
+
+
+def read_modelopt(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
     """NVIDIA's exporter, by the types of weights and scales: each matrix may have another method.
 
     Factors of a matrix's inputs, ``pre_quant_scale``, are multiplied into its columns."""
@@ -94,8 +109,7 @@ def read_modelopt(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict
         elif scales.dtype in FLOATS:
             matrix = _decode_pairs_of_rows(tensors, name)
         else:
-            further = f"{name}_scale_2"
-            matrix = decode_four_bits(tensors, name, name, f"{name}_scale", further, divides=False)
+            matrix = decode_four_bits(tensors, name, name, f"{name}_scale_2", divides=False)
         own = f"{name.removesuffix('weight')}pre_quant_scale"
         if own in tensors:
             factors = take_part(tensors, own, matrix.shape[1:], FLOATS)
@@ -105,18 +119,217 @@ def read_modelopt(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict
     return decoded
 
 
-def _decode_pairs_of_rows(tensors: Mapping[str, SourceTensor], name: str) -> DecodedTensor:
+def _decode_pairs_of_rows(tensors: Tensors, name: str) -> DecodedTensor:
     """A matrix of signed 4-bit integers [rows / 2, columns].  The whole tensor's scale is
     unused: kernels round the numbers to 8-bit floats with it."""
-    codes = take_part(tensors, name)
-    if len(codes.shape) != 2 or 0 in codes.shape:
-        raise refuse_shape(codes, (-1, -1))
-    shape = (2 * codes.shape[0], codes.shape[1])
+    codes, (half, columns) = take_matrix(tensors, name)
     scales, further = take_part(tensors, f"{name}_scale"), tensors.get(f"{name}_scale_2")
-    parts = [codes, scales, *([] if further is None else [further])]
-    block = find_block(shape, scales)
-    made = ScaledCodes(shape=shape, codes=codes, scales=scales, block=block, layout="pairs of rows")
-    return compute_tensor(name, shape, made.decode, *parts)
+
+    def read(start: int, stop: int) -> F32:
+        stored = read_array(codes, start // 2, -(-stop // 2)).view(np.uint8)
+        # The upper half of a byte and its sign; shifted, they are a signed number of 4 bits.
+        halves = np.stack([stored << np.uint8(4), stored & np.uint8(0xF0)], axis=1)
+        numbers = (halves.view(np.int8) >> 4).reshape(-1, columns)
+        return numbers[start % 2 :][: stop - start].astype(np.float32)
+
+    shape = 2 * half, columns
+    block, scale = find_block(shape, scales), partial(read_scales, scales)
+    made = ScaledCodes(shape=shape, codes=read, scales=scale, block=block)
+    return made.make(name, codes, scales, further)
+
+
+_FORMATS = (
+    *("dense", "fakequant", "int-quantized", "float-quantized", "naive-quantized"),
+    *("pack-quantized", "mixed-precision", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+_AT_RUN_TIME = ("input", "output")
+"""Places of transforms that no weights contain."""
+
+
+def read_compressed(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
+    """Every matrix that is compressed, by the name of its plain weight."""
+    groups = list(_list_tables(settings.read_table("config_groups")))
+    for group in (settings, *groups):
+        form = group.read("format", str, "dense")
+        if form not in _FORMATS:
+            raise settings.refuse(f"weights in the format {form!r} are not read")
+    _refuse_transforms(settings)
+    weights = [group.read_table("weights") for group in groups]
+    widths = [item.read("num_bits", int, 0) for item in weights]
+    blocks = list(_list_blocks(weights))
+    decoded = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(".weight_packed"):
+            base = name.removesuffix("_packed")
+            if tensor.dtype == "U8":
+                whole = f"{base}_global_scale"
+                decoded[base] = decode_four_bits(tensors, base, name, whole, divides=True)
+            else:
+                decoded[base] = _decode_packed(tensors, base, widths)
+        elif name.endswith(".weight") and tensor.dtype in ("F8_E4M3", "I8"):
+            decoded[name] = decode_scaled(tensors, name, blocks)
+    return decoded
+
+
+def _list_tables(table: Config) -> Iterator[Config]:
+    """The tables in a table; a list of targets instead of one stands for a known scheme."""
+    for key, value in table.values.items():
+        if isinstance(value, Mapping):
+            yield table.read_table(key)
+
+
+def _refuse_transforms(settings: Config) -> None:
+    for group in _list_tables(settings.read_table("transform_config").read_table("config_groups")):
+        for item in group.read_list("apply"):
+            if isinstance(item, Mapping) and item.get("location") in _AT_RUN_TIME:
+                raise settings.refuse("inputs of matrices are rotated, which pi2 does not do")
+
+
+def _list_blocks(weights: list[Config]) -> Iterator[tuple[int, int]]:
+    """Blocks of weights that share a scale, which groups of the configuration state."""
+    for item in weights:
+        sizes = item.read_list("block_structure")
+        if len(sizes) == 2 and all(type(size) is int and size >= 1 for size in sizes):
+            yield sizes[0], sizes[1]
+
+
+def _decode_packed(tensors: Tensors, base: str, widths: list[int]) -> SourceTensor:
+    """A matrix of integers in words; ``widths``: bits of codes that the configuration states."""
+    codes = take_part(tensors, f"{base}_packed", dtypes=("I32",))
+    shape_tensor = take_part(tensors, f"{base}_shape", dtypes=("I64", "I32"))
+    stated = [int(item) for item in read_array(shape_tensor).reshape(-1)]
+    if len(stated) != 2 or min(stated) < 1 or len(codes.shape) != 2:
+        raise refuse_shape(shape_tensor, (2,))
+    rows, columns = stated
+    known = [bits for bits in widths if 1 <= bits <= 8] or range(1, 9)
+    found = [bits for bits in known if codes.shape == (rows, count_words(columns, bits))]
+    if not found:
+        raise refuse_shape(codes, (rows, count_words(columns, known[-1])))
+    bits = found[0]
+    middle = np.int32(1 << (bits - 1))
+    scales = take_part(tensors, f"{base}_scale", dtypes=FLOATS)
+    zeros, groups, read_zeros = tensors.get(f"{base}_zero_point"), None, None
+    if zeros is not None:
+        own = take_part(tensors, zeros.name, dtypes=("I32", "I8"))
+        packed = (count_words(rows, bits), scales.shape[-1] if scales.shape else 1)
+        wanted = packed if own.dtype == "I32" else scales.shape
+        if own.shape != wanted:
+            raise refuse_shape(own, wanted)
+
+        def read_words(start: int, stop: int) -> F32:
+            words = np.ascontiguousarray(read_array(own).T)
+            return (unpack(words, bits, rows).T - middle)[start:stop].astype(np.float32)
+
+        read_zeros = read_words if own.dtype == "I32" else partial(read_numbers, own)
+    if f"{base}_g_idx" in tensors:
+        groups = take_part(tensors, f"{base}_g_idx", (columns,), ("I32", "I64"))
+
+    def read(start: int, stop: int) -> F32:
+        codes_read = unpack(read_array(codes, start, stop), bits, columns)
+        return (codes_read - middle).astype(np.float32)
+
+    made = ScaledCodes(
+        shape=(rows, columns),
+        codes=read,
+        scales=partial(read_scales, scales),
+        block=find_block((rows, columns), scales),
+        zeros=read_zeros,
+        groups=groups,
+        fills=True,
+    )
+    return made.make(base, codes, shape_tensor, scales, zeros)
+
+
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Place in a word of each of 8 neighbours."""
+
+
+def read_gptq(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
+    """GPTQ of 2, 4 or 8 bits, with inputs in any order."""
+    bits = settings.read("bits", int, 4)
+    if bits not in (2, 4, 8):
+        raise settings.refuse(f"GPTQ of {bits} bits packs codes across words, which is not read")
+    layout = settings.read("checkpoint_format", str, "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise settings.refuse(f"the layout {layout!r} of GPTQ is made for one kernel")
+    return _decode_all(settings, tensors, bits, 1 if layout == "gptq" else 0, packs_outputs=False)
+
+
+def read_awq(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
+    """AWQ of 4 bits, as its kernel for matrices has it."""
+    settings = settings.change({"bits": settings.read("bits", int, settings.read("w_bit", int, 4))})
+    settings.demand("bits", 4, 4)
+    version = settings.read("version", str, "gemm")
+    if version.lower() != "gemm":
+        raise settings.refuse(f"the layout {version!r} of AWQ is made for one kernel")
+    return _decode_all(settings, tensors, 4, 0, packs_outputs=True)
+
+
+def _decode_all(
+    settings: Config, tensors: Tensors, bits: int, offset_of_zeros: int, *, packs_outputs: bool
+) -> dict[str, SourceTensor]:
+    """Matrices [out, in]; ``packs_outputs``: whether words of codes are of outputs (AWQ) or of
+    inputs (GPTQ)."""
+    stated = settings.read("group_size", int, settings.read("q_group_size", int, 128))
+    decoded = dict(tensors)
+    for name in tensors:
+        if not name.endswith(".qweight"):
+            continue
+        base = name.removesuffix(".qweight")
+        codes = take_part(tensors, name, dtypes=("I32",))
+        scales = take_part(tensors, f"{base}.scales", dtypes=FLOATS)
+        if len(codes.shape) != 2 or len(scales.shape) != 2 or 0 in (*codes.shape, *scales.shape):
+            raise refuse_shape(codes, (-1, -1))
+        per_word, outputs = 32 // bits, scales.shape[1]
+        inputs = codes.shape[0] * (1 if packs_outputs else per_word)
+        words = -(-outputs // per_word)
+        if codes.shape[1] != (words if packs_outputs else outputs):
+            raise refuse_shape(codes, (codes.shape[0], words if packs_outputs else outputs))
+        size = inputs if stated < 1 else stated
+        if scales.shape[0] != -(-inputs // size):
+            raise refuse_shape(scales, (-(-inputs // size), outputs))
+        zeros = take_part(tensors, f"{base}.qzeros", (scales.shape[0], words), ("I32",))
+        groups = None
+        if not packs_outputs and f"{base}.g_idx" in tensors:
+            groups = take_part(tensors, f"{base}.g_idx", (inputs,), ("I32", "I64"))
+        read_zeros = partial(_read_outputs, zeros, bits, offset_of_zeros, packs_outputs)
+        made = ScaledCodes(
+            shape=(outputs, inputs),
+            codes=partial(_read_outputs, codes, bits, 0, True)
+            if packs_outputs
+            else partial(_read_inputs, codes, bits, inputs),
+            scales=partial(_read_columns, scales),
+            block=(1, size),
+            zeros=read_zeros,
+            groups=groups,
+        )
+        decoded[f"{base}.weight"] = made.make(f"{base}.weight", codes, zeros, scales)
+    return decoded
+
+
+def _read_outputs(
+    tensor: SourceTensor, bits: int, offset: int, is_mixed: bool, start: int, stop: int
+) -> F32:
+    """Codes [n, m] of outputs of words [m, words of outputs], each with ``offset`` more."""
+    per_word = 32 // bits
+    first, last = start // per_word, -(-stop // per_word)
+    words = np.ascontiguousarray(read_array(tensor)[:, first:last])
+    codes = unpack(words, bits, words.shape[1] * per_word)
+    if is_mixed:
+        codes = codes.reshape(len(words), -1, 8)[:, :, _AWQ_PLACES].reshape(len(words), -1)
+    own = codes[:, start - first * per_word : stop - first * per_word] + np.int32(offset)
+    return np.asarray(own.T, np.float32)
+
+
+def _read_inputs(tensor: SourceTensor, bits: int, inputs: int, start: int, stop: int) -> F32:
+    """Codes [n, inputs] of words of inputs [words, outputs]."""
+    words = np.ascontiguousarray(read_array(tensor)[:, start:stop].T)
+    return unpack(words, bits, inputs).astype(np.float32)
+
+
+def _read_columns(tensor: SourceTensor, start: int, stop: int) -> F32:
+    return np.asarray(read_array(tensor)[:, start:stop].T, np.float32)
 
 
 _PARTS = 4
@@ -126,7 +339,7 @@ _PIECE_ROWS = 1024
 _SMALLEST_SCALE = 1e-5
 
 
-def _decode_parts(codes: SourceTensor, start: int, stop: int) -> F32:
+def _read_quarters(codes: SourceTensor, start: int, stop: int) -> F32:
     """Rows of -1, 0 and 1 that are packed uint8 [rows / 4, columns]: row r is in bits 2 (r // n) of
     row r % n, n being their number."""
     count = codes.shape[0]
@@ -168,7 +381,7 @@ def _find_scale(plain: SourceTensor) -> np.float32:
     return np.float32(1) / max(mean, np.float32(_SMALLEST_SCALE))
 
 
-def read_bitnet(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def read_bitnet(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
     """Every matrix with a scale, or of a layer where they are rounded as they are used."""
     settings.demand("use_rms_norm", False, False)
     divides = settings.read("linear_class", str, "bitlinear") != "autobitlinear"
@@ -184,29 +397,26 @@ def read_bitnet(settings: Config, tensors: Mapping[str, SourceTensor]) -> dict[s
     return decoded
 
 
-def _decode(tensors: Mapping[str, SourceTensor], name: str, divides: bool) -> SourceTensor:
+def _decode(tensors: Tensors, name: str, divides: bool) -> SourceTensor:
     """A matrix whose numbers a scale multiplies, or divides."""
-    codes = take_part(tensors, name)
+    codes, (rows, columns) = take_matrix(tensors, name)
     scale = take_part(tensors, f"{name}_scale", dtypes=SCALE_TYPES)
-    if len(codes.shape) != 2 or 0 in codes.shape:
-        raise refuse_shape(codes, (-1, -1))
     if int(np.prod(scale.shape)) != 1:
         raise refuse_shape(scale, (1,))
-    rows, columns = codes.shape
     is_packed = codes.dtype == "U8"
     shape = (rows * _PARTS if is_packed else rows, columns)
 
-    def decode(start: int, stop: int) -> F32:
-        own = read_scales(scale).reshape(())
-        factor = np.float32(1) / own if divides else own
-        found = _decode_parts(codes, start, stop) if is_packed else codes.read(start, stop)
-        return np.asarray(found * factor, np.float32)
+    def read_scale(start: int, stop: int) -> F32:
+        own = read_scales(scale)
+        return np.float32(1) / own if divides else own
 
-    return compute_tensor(name, shape, decode, codes, scale, kind="ternary")
+    read = partial(_read_quarters, codes) if is_packed else codes.read
+    made = ScaledCodes(shape=shape, codes=read, scales=read_scale, block=shape)
+    return made.make(name, codes, scale, kind="ternary")
 
 
 _MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8")
-Read = Callable[[Config, Mapping[str, SourceTensor]], dict[str, SourceTensor]]
+Read = Callable[[Config, Tensors], dict[str, SourceTensor]]
 """Gives tensors with weights that are decoded as they are read, by the names of plain weights."""
 _METHODS: Mapping[str, Read] = {
     "awq": read_awq,
@@ -221,9 +431,7 @@ _METHODS: Mapping[str, Read] = {
 """By ``quantization_config.quant_method``."""
 
 
-def decode_weights(
-    file: Path, settings: Mapping[str, Any], tensors: Mapping[str, SourceTensor]
-) -> Mapping[str, SourceTensor]:
+def decode_weights(file: Path, settings: Mapping[str, Any], tensors: Tensors) -> Tensors:
     """Tensors as in a plain checkpoint, by what ``file`` says of quantised weights, if anything;
     `UserError` P533 to P535, P544 for unknown methods."""
     if not settings:
