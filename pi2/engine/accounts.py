@@ -14,7 +14,7 @@ from pi2.plan.arithmetic.units import Verdict, count_kv_token_bytes
 from pi2.plan.documents.quantities import approximate_bytes
 
 if TYPE_CHECKING:
-    from pi2.memory.weight_stream import Expected
+    from pi2.memory.ring import Expected
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.arithmetic.sources import FileFacts
     from pi2.plan.documents.model import Model

@@ -32,7 +32,7 @@ from pi2.machine import Machine, bind_calling_thread, list_allowed_cores
 from pi2.memory.arena import allocate_cache, allocate_staging, make_loan
 from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, BulkLoad
-from pi2.memory.flash import FlashReader, NullReader
+from pi2.memory.flash import FlashReader
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_stated_threads
 from pi2.plan.weights.layout import Tensor
@@ -42,7 +42,7 @@ from pi2.store.file_read import BlockTensors, split_blocks
 if TYPE_CHECKING:
     from pi2.backends.protocol import BuildRequest
     from pi2.memory.cache import NeuronCache
-    from pi2.memory.flash import FlashReader, NullReader
+    from pi2.memory.flash import FlashReader
     from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
@@ -190,7 +190,7 @@ def _describe_build(
     }
 
 
-def _report_fallbacks(reader: FlashReader | NullReader) -> None:
+def _report_fallbacks(reader: FlashReader) -> None:
     log = get_logger()
     if reader.fallback is not None:
         log.warning("neurons are read through the page cache", reason=reader.fallback)
@@ -298,7 +298,7 @@ def _build_unit(
 def load_shares(
     shares: DenseShares,
     resolved: ResolvedPlan,
-    reader: FlashReader | NullReader,
+    reader: FlashReader,
     staging: U8,
     progress: Progress,
 ) -> None:
@@ -316,18 +316,16 @@ def load_shares(
         progress(f"loading neurons of {unit.name}", (number + 1) / count)
 
 
-def _load_layer(
-    unit: DenseUnit, layer: int, kept: int, reader: FlashReader | NullReader, staging: U8
-) -> None:
+def _load_layer(unit: DenseUnit, layer: int, kept: int, reader: FlashReader, staging: U8) -> None:
     room = unit.offer_room(layer) if kept else None
     if room is not None:
-        reader.start_run(layer, 0, room[:kept]).result()
+        reader.load_run(layer, 0, room[:kept])
         unit.keep(layer, 0, room[:kept])
         return
     size = staging.shape[1]
     for first in range(0, kept, size):
         piece = staging[0, : min(size, kept - first)]
-        reader.start_run(layer, first, piece).result()
+        reader.load_run(layer, first, piece)
         unit.keep(layer, first, piece)
 
 

@@ -11,7 +11,7 @@ from pi2.engine.experts import ExpertNeurons, mark_experts, unite_experts
 from pi2.engine.neuron_stream import NeuronStream, PieceOrder, choose_piece
 from pi2.engine.waves import Wave, Waves
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader
+from pi2.memory.flash import FlashReader
 from pi2.plan.arithmetic.sizes import PART_NEURONS
 from pi2.plan.documents.plan import Decode
 
@@ -31,7 +31,7 @@ class FeedForward(Waves):
         self,
         executor: Executor,
         cache: NeuronCache,
-        reader: FlashReader | NullReader,
+        reader: FlashReader,
         staging: U8,
         *,
         layers: int,
@@ -357,7 +357,7 @@ class FeedForward(Waves):
     @property
     def waited_s(self) -> float:
         """Seconds that computing waited for neurons."""
-        return self._reader.waited_s + self._stream.waited_s
+        return self._reader.waited_s
 
     def count_work(self) -> dict[str, float | None]:
         """See `pi2.backends.units.SequenceModel.count_work`."""

@@ -27,8 +27,9 @@ from pi2.engine.opening import Opening
 from pi2.engine.parts import Parts
 from pi2.fitting import find_program_backend
 from pi2.memory.budget import Budget
+from pi2.memory.direct_files import BLOCK, BatchReads, DirectFiles, FileReads, Piece, load_ranges
 from pi2.memory.matrix_pool import MatrixPlace
-from pi2.memory.weight_stream import BLOCK, DirectFiles, FileReads, Piece, WeightStream, load_ranges
+from pi2.memory.ring import WeightStream
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sources import FileFacts, Source
 from pi2.plan.documents.plan_units import list_cores
@@ -100,7 +101,7 @@ class FileOpening(Opening):
 
         def make_stream(pieces: Sequence[Piece], region: U8) -> WeightStream:
             engine = files.open_engine(plan.io, self._load_loops(), has_one_caller=False)
-            return WeightStream(files, pieces, region, engine)
+            return WeightStream(BatchReads(files, engine), pieces, region)
 
         model = FileModel(
             weights,

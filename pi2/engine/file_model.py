@@ -2,7 +2,7 @@
 arrive.
 
 Every step needs every dense matrix once, in the same order. Matrices that are not resident pass
-through a ring (`pi2.memory.weight_stream`) in pieces of whole rows, and each piece is computed on
+through a ring (`pi2.memory.ring`) in pieces of whole rows, and each piece is computed on
 arrival. Experts that are not resident come into slots of a cache (`pi2.memory.expert_slots`)."""
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pi2.backends.blocks.instructions import FindWeight, Weight
 from pi2.backends.blocks.model import PANEL_ROWS, BlockModel
 from pi2.backends.executor import ExecutorObserver
 from pi2.engine.experts import DialCounters, ExpertCourse, RoutingDials
-from pi2.memory.weight_stream import BLOCK, Piece, Rates, WeightStream
+from pi2.memory.direct_files import BLOCK, Piece
+from pi2.memory.ring import Rates, WeightStream
 from pi2.weights.file_tensor import FileTensor
 from pi2.weights.gguf_weights import GgufWeights
 
@@ -177,7 +178,7 @@ class FileModel:
         self._layers = _Course(model, ends[:2], layers, work, lambda p: make_stream(p, ring[part:]))
         self._head = _Course(model, ends[1:], head, [], lambda p: make_stream(p, ring[:part]))
         found = (slots, self._layers.stream, self._head.stream)
-        self._readers = [own for own in found if own is not None]
+        self._readers = [own.reads for own in found if own is not None]
         self._is_resident = not self._readers and not self._rows
 
     @property
@@ -313,8 +314,6 @@ class _Course:
         self._work = sorted(special, key=lambda item: item.begin)
         cycle = [piece for number in sorted(streamed) for _, piece in streamed[number]]
         self.stream = make_stream(cycle) if cycle else None
-        self._done = 0
-        """Pieces that have been computed."""
 
     @property
     def is_resident(self) -> bool:
@@ -336,24 +335,23 @@ class _Course:
             self._model.run(at, self._end)
         except BaseException:
             if stream is not None:
-                self._done = stream.rewind()
+                stream.rewind()
             raise
         finally:
             self._model.most_threads = self._threads
 
     def _choose_threads(self) -> None:
         if self.stream is not None:
-            self._model.most_threads = 1 if self.stream.is_behind(self._done) else self._threads
+            self._model.most_threads = 1 if self.stream.is_behind() else self._threads
 
     def _run_pieces(self, work: _Work) -> None:
         stream = self.stream
         assert stream is not None
         for first, end, before in work.pieces:
-            address = stream.take(self._done)
+            address = stream.take()
             self._choose_threads()
             self._model.run_rows(work.begin, first, end, address - before)
-            stream.release(self._done)
-            self._done += 1
+            stream.release()
 
     def measure(self) -> Rates | None:
         """Rates of reading and computing pieces, once every slot was filled: its memory is slower
@@ -362,21 +360,20 @@ class _Course:
         if stream is None:
             return None
         parts = ((work, piece) for work in itertools.cycle(self._work) for piece in work.pieces)
-        begin, computing_s, filled = perf_counter(), 0.0, 0
-        for work, (first, end, before) in parts:
-            address = stream.take(self._done)
+        begin, computing_s, filled, reads = perf_counter(), 0.0, 0, stream.reads
+        for done, (work, (first, end, before)) in enumerate(parts, 1):
+            address = stream.take()
             start = perf_counter()
             self._model.run_rows(work.begin, first, end, address - before)
             computing_s += perf_counter() - start
-            stream.release(self._done)
-            self._done += 1
-            if self._done == stream.slots:
-                begin, computing_s, filled = perf_counter(), 0.0, stream.read_bytes
-            elif self._done > stream.slots and perf_counter() - begin >= TRIAL_S:
+            stream.release()
+            if done == stream.slots:
+                begin, computing_s, filled = perf_counter(), 0.0, reads.read_bytes
+            elif done > stream.slots and perf_counter() - begin >= TRIAL_S:
                 break
-        read, taken_s = stream.read_bytes - filled, perf_counter() - begin
-        self._done = stream.rewind()
-        stream.read_bytes, stream.waited_s = 0, 0.0
+        read, taken_s = reads.read_bytes - filled, perf_counter() - begin
+        stream.rewind()
+        reads.read_bytes, reads.waited_s = 0, 0.0
         return Rates(disk=read / taken_s, computing=read / computing_s)
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ from pi2.fitting.sizes import count_chunks
 from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, SegmentUse, read_pressure
 from pi2.memory.matrix_pool import MatrixPool
-from pi2.memory.weight_stream import Expected
+from pi2.memory.ring import Expected
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import choose_chat_sampling
 from pi2.tokens.table_tokenizer import Coder, take_library

@@ -24,7 +24,7 @@ from pi2.memory.budget import Budget
 from pi2.memory.bulk_load import Batch, Job, cut_rows
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader, ReadSettings
+from pi2.memory.flash import FlashReader, ReadSettings, count_reads
 from pi2.model.tensor import EMBEDDING, LAYER_EMBEDDING
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_chunk_tokens, count_gate_read_bytes, reads_embedding
@@ -219,7 +219,7 @@ class StoreWeights:
         batch.keep(file.close)
         return file
 
-    def open_reader(self, cache: NeuronCache) -> FlashReader | NullReader:
+    def open_reader(self, cache: NeuronCache) -> FlashReader:
         resolved = self.resolved
         files = [
             BundleFile(
@@ -232,17 +232,14 @@ class StoreWeights:
             )
             for layer in self.store.layers
         ]
-        settings = replace(_choose_settings(resolved), gate_bytes=count_gate_read_bytes(resolved))
         self.store.check_unchanged()
-        self._reader = reader = FlashReader(files, cache.arena, settings, cache.loops)
+        reader = FlashReader(files, cache.arena, _choose_settings(resolved), cache.loops)
         self._cleanup.callback(reader.close)
         return reader
 
-    def begin_neurons(
-        self, reader: FlashReader | NullReader, cache: NeuronCache, batch: Batch
-    ) -> None:
+    def begin_neurons(self, reader: FlashReader, cache: NeuronCache, batch: Batch) -> None:
         """Begin to fill the hot region in stored order, and the cold one as the plan states."""
-        fill, read_run = list_filled_layers(self.resolved), self._reader.read_run
+        fill, read_run = list_filled_layers(self.resolved), reader.read_run
         runs: list[list[tuple[int, U8]]] = [[] for _ in cache.hot_slots]
         for layer, hot in enumerate(cache.hot_slots):
             runs[layer].append((cache.hot_range(layer).start, cache.arena[hot.start : hot.stop]))
@@ -293,16 +290,15 @@ class AbsentWeights(StoreWeights):
     def complete_request(self, request: BuildRequest, *given: Any) -> BuildRequest:
         return replace(request, gate_rows=None, allocate=given[2].allocate)
 
-    def open_reader(self, cache: NeuronCache) -> FlashReader | NullReader:
-        return NullReader(self.resolved.bundle.stride, count_gate_read_bytes(self.resolved))
+    def open_reader(self, cache: NeuronCache) -> FlashReader:
+        settings = replace(_choose_settings(self.resolved), verify=False)
+        return count_reads(cache.arena, len(cache.hot_slots), cache.loops, settings)
 
-    def begin_neurons(
-        self, reader: FlashReader | NullReader, cache: NeuronCache, batch: Batch
-    ) -> None:
+    def begin_neurons(self, reader: FlashReader, cache: NeuronCache, batch: Batch) -> None:
         fill = list_filled_layers(self.resolved)
         slots = sum(len(hot) for hot in cache.hot_slots)
         slots += sum(len(filling.slots) for filling in cache.fill(fill)) if fill else 0
-        reader.read_bytes += slots * cache.arena.shape[1]
+        reader.reads.read_bytes += slots * cache.arena.shape[1]
 
     def copy_dense(self, model: WholeModel, buffer: U8, progress: Progress) -> None:
         """There is nothing to give."""
@@ -351,6 +347,7 @@ def _choose_settings(resolved: ResolvedPlan) -> ReadSettings:
         cluster=resolved.plan.pipeline.cluster,
         ahead=resolved.plan.decode.look_ahead == "layer",
         verify=io.verify == "first-read",
+        gate_bytes=count_gate_read_bytes(resolved),
     )
 
 
@@ -360,11 +357,7 @@ def list_filled_layers(resolved: ResolvedPlan) -> Sequence[int]:
 
 
 def load_gates(
-    reader: FlashReader | NullReader,
-    cache: NeuronCache,
-    request: BuildRequest,
-    staging: U8,
-    progress: Progress,
+    reader: FlashReader, cache: NeuronCache, request: BuildRequest, staging: U8, progress: Progress
 ) -> None:
     """Read the gate rows, if decoding needs them."""
     for layer, (weights, scales) in (request.gate_rows or {}).items():
@@ -374,7 +367,7 @@ def load_gates(
             places[request.expert_neurons[layer]] = np.arange(cache.neurons)
         for first in range(0, cache.neurons, step):
             piece = staging[0, : min(step, cache.neurons - first)]
-            reader.start_run(layer, first, piece).result()
+            reader.load_run(layer, first, piece)
             rows = places[first : first + len(piece)]
             if request.scales is not None:
                 own = slice(first, first + len(piece))

@@ -1,17 +1,15 @@
 """All neurons of one layer after the other, for prompts: from memory, and the rest in long reads
 from flash.
 
-A piece that is one range of the cold cache is computed in place; any other is put together in one
-of two staging buffers, of which one is filled while the other is computed with.  MoE models get an
+A piece that is one range of the cold cache is computed in place; any other is put together in a
+buffer of a ring, of which others are filled meanwhile.  MoE models get an
 order that takes neighbours far apart (``spread``): caches are filled from the first neurons on, and
 the drive would rest while those are computed."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +17,10 @@ import numpy as np
 
 from pi2.arrays import I32, U8
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import FlashReader, NullReader
+from pi2.memory.flash import FlashReader, PendingRead
+from pi2.memory.io_engine import ReadBatch
 from pi2.memory.policy import ABSENT
+from pi2.memory.ring import Ring
 from pi2.plan.arithmetic.sizes import MOST_PIECE_BYTES
 
 PieceOrder = Literal["any", "stored", "spread"]
@@ -89,7 +89,12 @@ class _Filling:
 
     piece: Piece
     buffer: U8
-    reads: list[Future[None]]
+    pending: PendingRead | None
+    """None if all of it is in memory."""
+
+    @property
+    def batch(self) -> ReadBatch | None:
+        return None if self.pending is None else self.pending.batch
 
 
 class NeuronStream:
@@ -99,7 +104,7 @@ class NeuronStream:
     def __init__(
         self,
         cache: NeuronCache,
-        reader: FlashReader | NullReader,
+        reader: FlashReader,
         staging: U8,
         layers: int,
         *,
@@ -113,17 +118,13 @@ class NeuronStream:
         self._order = order
         self._cache = cache
         self._reader = reader
-        self.waited_s = 0.0
-        """Seconds of waiting for reads."""
         self._buffers = _divide_staging(staging, piece or staging.shape[1])
+        self._ring = Ring(reader.reads, len(self._buffers), self._plan)
         self._layers = layers
         self.shortest_gap = max(1, SHORTEST_COPY_BYTES // staging.shape[2])
         """Neurons between two missing ones that are not read with them, at least."""
         self._end = layers
         """First layer whose neurons may not all be wanted: it is not read ahead."""
-        self._next_buffer = 0
-        self._ahead: deque[_Filling] = deque()
-        """Pieces under way, in the order in which they will be given."""
         self._coming: deque[Piece] = deque()
         """What follows, as far as it has been looked up."""
         self._next_layer = 0
@@ -132,9 +133,9 @@ class NeuronStream:
     def begin(self, layer: int, *, reads_on: int | None = None) -> None:
         """Make sure that the layer's first pieces from flash are on their way; all its neurons
         will be wanted, and all of the ``reads_on`` layers after it; None stands for all layers."""
-        if not self._ahead:
+        if not self._ring.ahead:
             self._expect(layer, self._divide(layer)[0], reads_on)
-            self._fill_buffers(len(self._buffers))
+            self._ring.fill()
 
     def give_again(self, layer: int, wanted: range) -> Iterator[Stretch]:
         """Give the ``wanted`` neurons of a layer, again or for the first time; each range is valid
@@ -149,23 +150,20 @@ class NeuronStream:
         until the next; ``reads_on``: following layers whose neurons are all wanted."""
         pieces, parts = self._divide(layer, wanted)
         self._expect(layer, pieces, reads_on)
-        self._fill_buffers(len(self._buffers))
+        self._ring.fill()
         yield from parts[0]
         for part in parts[1:]:
-            filling = self._ahead[0]
+            filling = self._ring.ahead[0]
             self._finish(filling)
-            self._ahead.popleft()
-            # Other buffers' contents have been used: fill them while this one is computed, with
-            # the next layer's first at the end, so that reads go on during attention.
-            self._fill_buffers(len(self._buffers) - 1)
             yield Stretch(filling.piece.first, filling.buffer)
-            self._fill_buffers(len(self._buffers))
+            # The next layer's first pieces follow, so that reads go on during attention.
+            self._ring.release()
             yield from part
 
     def _expect(self, layer: int, pieces: Sequence[Piece], reads_on: int | None) -> None:
         """Make ``pieces`` of the layer, then the pieces of the ``reads_on`` layers after it, the
         current and next reads."""
-        begun = [filling.piece for filling in self._ahead]
+        begun = [filling.piece for filling in self._ring.ahead]
         known = sum(piece.layer == layer for piece in begun)
         is_known = all(map(Piece.is_same, begun, pieces[:known])) and known <= len(pieces)
         if not is_known or (begun and known == 0 and pieces):
@@ -244,32 +242,28 @@ class NeuronStream:
             yield Piece(layer=layer, first=first, slots=own, turn=turn)
             first = stop
 
-    def _fill_buffers(self, most: int) -> None:
-        """Let ``most`` buffers be on their way, as far as it is known what will be wanted."""
-        while len(self._ahead) < most:
-            while not self._coming and self._next_layer < self._end:
-                # A layer that is all in memory is passed over.
-                pieces = self._divide(self._next_layer)[0]
-                if self._ahead:
-                    last = self._ahead[-1].piece
-                    pieces = [piece for piece in pieces if piece.follows(last)]
-                self._coming.extend(pieces)
-                self._next_layer += 1
-            if not self._coming:
-                return
-            self._start(self._coming.popleft())
-
-    def _start(self, piece: Piece) -> None:
-        buffer = self._buffers[self._next_buffer][: len(piece.slots)]
-        self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
-        reads: list[Future[None]] = []
-        # Noted before reads begin: after an interrupt they are waited for.
-        self._ahead.append(_Filling(piece, buffer, reads))
-        for missing in piece.find_missing(self.shortest_gap):
-            first = piece.first + missing.start
-            reads.append(self._reader.start_run(piece.layer, first, buffer[missing]))
+    def _plan(self, number: int) -> _Filling | None:
+        """What comes into buffer ``number``, as far as it is known what will be wanted."""
+        while not self._coming and self._next_layer < self._end:
+            # A layer that is all in memory is passed over.
+            pieces = self._divide(self._next_layer)[0]
+            if self._ring.ahead:
+                last = self._ring.ahead[-1].piece
+                pieces = [piece for piece in pieces if piece.follows(last)]
+            self._coming.extend(pieces)
+            self._next_layer += 1
+        if not self._coming:
+            return None
+        piece = self._coming.popleft()
+        buffer = self._buffers[number][: len(piece.slots)]
+        missing = piece.find_missing(self.shortest_gap)
+        if not missing:
+            return _Filling(piece, buffer, None)
+        pending = self._reader.plan_run(piece.layer, piece.first, buffer, missing)
+        return _Filling(piece, buffer, pending)
 
     def _finish(self, filling: _Filling) -> None:
+        """Copy what is in memory, and wait for the rest."""
         slots, end = filling.piece.slots, 0
         for missing in [*filling.piece.find_missing(self.shortest_gap), slice(len(slots), None)]:
             here = slice(end, missing.start)
@@ -278,17 +272,13 @@ class NeuronStream:
                     self._cache.arena, slots[here], axis=0, out=filling.buffer[here], mode="clip"
                 )
             end = missing.stop
-        start_s = time.perf_counter()
-        for read in filling.reads:
-            read.result()
-        self.waited_s += time.perf_counter() - start_s
+        if filling.pending is not None:
+            self._reader.finish(filling.pending, 0)
 
     def abandon(self) -> None:
-        """Forget pieces under way once their reads are over: late ones would spoil the next run."""
-        reads = [read for filling in self._ahead for read in filling.reads]
-        self._ahead.clear()
+        """Forget pieces under way once their reads are over."""
+        self._ring.abandon()
         self._coming.clear()
-        wait([read for read in reads if not read.cancel()])
 
 
 def choose_piece(size: int, stride: int) -> int:

@@ -167,7 +167,7 @@ class WholeOpening(Opening):
         for layer in range(layers):
             for first in range(0, neurons, size):
                 piece = staging[0, : min(size, neurons - first)]
-                reader.start_run(layer, first, piece).result()
+                reader.load_run(layer, first, piece)
                 model.keep(layer, first, piece)
             progress(f"loading neurons of {name}", (layer + 1) / layers)
         finish_hashes()

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pi2.engine.sequences import Sequences
     from pi2.memory.budget import Budget
     from pi2.memory.cache import NeuronCache
-    from pi2.memory.flash import FlashReader, NullReader
-    from pi2.memory.weight_stream import FileReads
+    from pi2.memory.direct_files import FileReads
+    from pi2.memory.flash import FlashReader
     from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
@@ -147,7 +147,7 @@ class Parts:
     resolved: ResolvedPlan
     texts: ModelTexts
     budget: Budget
-    reader: FlashReader | NullReader | FileReads
+    reader: FlashReader | FileReads
     forward: Sequences
     load_s: float
     units: Mapping[str, BesideUnit] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.executor import Executor
 from pi2.engine.statistics import NeuronCounters
 from pi2.memory.cache import Lookup, NeuronCache
-from pi2.memory.flash import FlashReader, NullReader, PendingRead
+from pi2.memory.flash import FlashReader, PendingRead
 from pi2.memory.policy import ABSENT
 from pi2.memory.read_sieve import ReadSieve
 from pi2.plan.documents.plan import Decode
@@ -71,7 +71,7 @@ class Waves:
         self,
         executor: Executor,
         cache: NeuronCache,
-        reader: FlashReader | NullReader,
+        reader: FlashReader,
         *,
         decode: Decode,
         separate_scales: bool,

@@ -26,7 +26,7 @@ from pi2.engine.accounts import TokenBytes
 from pi2.engine.parts import Parts, ShareObserver
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.measuring.report import Bandwidth, Description, Sample, Workload
-from pi2.memory.bundle_files import ReadObserver, WatchedRun
+from pi2.memory.bundle_files import ReadObserver
 from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
@@ -59,9 +59,6 @@ class Profile(ExecutorObserver, ReadObserver, ShareObserver):
         self.calls[name] = (count + 1, seconds + end_s - start_s)
 
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
-        self.io_wait_s += end_s - start_s
-
-    def note_run_wait(self, run: WatchedRun, start_s: float, end_s: float) -> None:
         self.io_wait_s += end_s - start_s
 
     def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:

@@ -15,7 +15,7 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Parts, ShareObserver
 from pi2.measuring.contestant import observe_parts
 from pi2.measuring.report import TokenSource
-from pi2.memory.bundle_files import ReadObserver, WatchedRun
+from pi2.memory.bundle_files import ReadObserver
 from pi2.memory.flash import PendingRead
 from pi2.memory.io_engine import ReadBatch
 from pi2.tracing import Recorder
@@ -99,7 +99,6 @@ class _Tape(ExecutorObserver, ShareObserver, ReadObserver):
     """When reads were asked for, by their identity."""
     exact: dict[tuple[int, int], tuple[str, float]] = field(default_factory=dict)
     """Lane and end of parts that a thread of ours has read."""
-    runs: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def now(self) -> float:
         return time.perf_counter() - self.start_s
@@ -165,7 +164,7 @@ class _Tape(ExecutorObserver, ShareObserver, ReadObserver):
     def note_start(self, pending: PendingRead, start_s: float) -> None:
         now = start_s - self.start_s
         self.submitted[id(pending)] = now
-        if pending.batch is not None and pending.batch.content == "rest":
+        if pending.batch is not None and pending.batch.content in ("rest", "run"):
             return
         assert self.parts is not None
         cache, add = self.parts.cache, self.recorder.add_counter
@@ -187,22 +186,9 @@ class _Tape(ExecutorObserver, ShareObserver, ReadObserver):
         if number + 1 == len(pending.clusters):
             self.submitted.pop(id(pending), None)
 
-    def note_run(self, run: WatchedRun, start_s: float, end_s: float) -> None:
-        name = f"layer {run.layer}, {run.neurons} neurons in a run"
-        start, end = self.since(start_s, end_s)
-        lane = self.add_queued_read("read runs", name, start, end)
-        self.runs[id(run)] = lane, end
-
-    def note_run_wait(self, run: WatchedRun, start_s: float, end_s: float) -> None:
-        start, end = self.since(start_s, end_s)
-        self.wait_s += end - start
-        self.recorder.add_slice(DRIVER, f"wait for a run of {run.layer}", start, end)
-        # Whoever waits twice has seen the arrow.
-        place = self.runs.pop(id(run), None)
-        if place is not None:
-            self.arrivals.append(place)
-
     def note_part(self, batch: ReadBatch, part: int, start_s: float, end_s: float) -> None:
+        if batch.content == "run":
+            return
         lane, (begin, end) = self.name_reader(), self.since(start_s, end_s)
         self.exact[id(batch), part] = (lane, end)
         name = f"layer {_name_read(batch.file, part, batch)}"
@@ -214,7 +200,9 @@ class _Tape(ExecutorObserver, ShareObserver, ReadObserver):
             place = pending.number + number
             name = _name_read(pending.layer, place, pending.batch)
             start = self.submitted.get(id(pending), noticed_s)
-            lane = self.add_queued_read("queue", f"layer {name}", start, noticed_s)
+            is_run = pending.batch is not None and pending.batch.content == "run"
+            queue = "read runs" if is_run else "queue"
+            lane = self.add_queued_read(queue, f"layer {name}", start, noticed_s)
             exact = (lane, noticed_s)
         self.arrivals.append(exact)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,9 +14,9 @@ import numpy as np
 from pi2.arrays import I32, I64, U8, Bits
 from pi2.memory.bulk_load import touch_memory
 from pi2.memory.cache import Lookup, NeuronCache
+from pi2.memory.direct_files import BLOCK, BatchReads, DirectFiles, count_slot_bytes
 from pi2.memory.io_engine import EngineName, ReadBatch, make_readers, make_reads
 from pi2.memory.policy import ABSENT, PolicyName
-from pi2.memory.weight_stream import BLOCK, DirectFiles, Piece, count_slot_bytes
 
 if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops
@@ -221,7 +220,6 @@ class ExpertSlots:
     ) -> None:
         """``region`` begins at a block; ``loops`` look up and read."""
         assert region.ctypes.data % BLOCK == 0
-        self._files = files
         unit = min(matrix.unit for matrices in layers.values() for matrix in matrices)
         region = region[: _MOST_PLACES * unit]
         self._groups = _divide(layers, experts, region, reads, loops)
@@ -229,16 +227,13 @@ class ExpertSlots:
         self._layers = {
             layer: _Layer(matrices, by_layer[layer], experts) for layer, matrices in layers.items()
         }
-        self._engine = files.open_engine(reads, loops)
+        self.reads = BatchReads(files, files.open_engine(reads, loops))
         self._active = reads.active
         self._ahead: dict[int, Held] = {}
         """Prefetches of layers that have not chosen yet."""
         self.prefetched = 0
         """Prefetched experts that were needed."""
         self._unused = 0
-        self.read_bytes = 0
-        """Bytes of experts that were read."""
-        self.waited_s = 0.0
 
     def locate(self, layer: int) -> list[tuple[int, I32, int]]:
         """Of each matrix of a layer: an address, and where its experts are, counted from there in
@@ -333,33 +328,21 @@ class ExpertSlots:
         batch = make_reads(file, offsets, addresses, lengths, sizes)
         batch.parts = tuple(slice(number, number + 1) for number in range(len(offsets)))
         reads.append(_Reads(batch, inputs * len(experts)))
-        self._engine.submit(batch)
+        self.reads.submit(batch)
 
     def wait_inputs(self, held: Held) -> None:
         """Wait for all matrices of missing experts but the last; P532 for a cut file."""
         for own in held.reads:
-            self._finish(held, own.batch, 0, own.inputs)
+            self._finish(own.batch, 0, own.inputs)
 
     def wait_outputs(self, held: Held) -> None:
         """Wait for the rest; P532 for a cut file."""
         for own in held.reads:
-            self._finish(held, own.batch, own.inputs, len(own.batch.parts))
+            self._finish(own.batch, own.inputs, len(own.batch.parts))
 
-    def _finish(self, held: Held, batch: ReadBatch, begin: int, end: int) -> None:
-        if begin == end:
-            return
-        start = time.perf_counter()
-        self._engine.wait(batch, begin, end - begin)
-        self.waited_s += time.perf_counter() - start
-        region, sizes = self._layers[held.layer].group.region, batch.sizes[begin:end]
-        for number in (begin + np.flatnonzero(batch.results[begin:end] < sizes)).tolist():
-            # It was interrupted, or the file is shorter than it was.
-            address, length = batch.vectors[number].tolist()
-            first = address - region.ctypes.data
-            piece = Piece(batch.file, int(batch.offsets[number]), int(batch.sizes[number]))
-            target = memoryview(region)[first : first + length]  # type: ignore[arg-type]
-            self._files.read(piece, target)
-        self.read_bytes += int(sizes.sum())
+    def _finish(self, batch: ReadBatch, begin: int, end: int) -> None:
+        if begin < end:
+            self.reads.finish(batch, begin, end - begin)
 
     def list_missing(self, held: Held, experts: I32) -> Bits:
         """Which of ``experts`` [n] are on their way."""
@@ -374,7 +357,7 @@ class ExpertSlots:
     def abandon(self, held: Held) -> None:
         own = self._layers[held.layer]
         for reads in held.reads:
-            self._engine.abandon(reads.batch)
+            self.reads.engine.abandon(reads.batch)
         self.release(held)
         row = own.group.row_of[held.layer]
         for found in held.found:
@@ -393,7 +376,7 @@ class ExpertSlots:
     def close(self) -> None:
         while self._ahead:
             self.abandon(self._ahead.popitem()[1])
-        self._engine.close()
+        self.reads.close()
         for group in self._groups:
             group.close()
 

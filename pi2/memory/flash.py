@@ -1,9 +1,8 @@
 """Reads of neurons from flash: scattered bundles into slots, long runs into buffers."""
 
-import threading
+import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +10,20 @@ import numpy as np
 
 from pi2.arrays import I32, U8, Bits
 from pi2.diagnostics import UserError
-from pi2.memory.bundle_files import BundleFile, BundleFiles, NeuronChecks, ReadObserver, WatchedRun
+from pi2.memory.bundle_files import (
+    BundleFile,
+    NeuronChecks,
+    ReadObserver,
+    accepts_parts,
+    refuse_bundles,
+)
+from pi2.memory.direct_files import BatchReads, DirectFiles
 from pi2.memory.host_loops import HostLoops
 from pi2.memory.io_engine import (
     EngineName,
+    IoEngine,
     Merging,
+    NullEngine,
     PreadEngine,
     ReadBatch,
     divide_clusters,
@@ -23,12 +31,14 @@ from pi2.memory.io_engine import (
     find_addresses,
     keep_gates,
     make_batch,
-    make_readers,
     make_reads,
 )
-from pi2.memory.uring import UringEngine, open_engine
+from pi2.memory.uring import UringEngine
+from pi2.reads import is_direct
 
 _PAGE = 4096
+RUN_BYTES = 1 << 20
+"""Of neurons next to each other, so much is a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,57 +81,95 @@ class PendingRead:
     """Whether only the gate of each neuron is read, [n]; None where neurons are read whole."""
     number: int = 0
     """Number of the first cluster."""
+    room: U8 | None = None
+    """[., stride], in which the slots are; by default the arena."""
 
 
 class FlashReader:
     """Reads bundles as a plan says; one caller at a time."""
 
     def __init__(
-        self, files: Sequence[BundleFile], arena: U8, settings: ReadSettings, loops: HostLoops
+        self,
+        files: Sequence[BundleFile],
+        arena: U8,
+        settings: ReadSettings,
+        loops: HostLoops,
+        engine: IoEngine | None = None,
     ) -> None:
-        """``arena`` [slots, stride]; ``loops`` prepare and issue reads in compiled code."""
-        self._arena = arena
+        """``arena`` [slots, stride]; ``loops`` prepare and issue reads in compiled code; with an
+        ``engine`` of its own no file is opened.
+
+        `UserError` P506 for a file of another size, P620 on failure."""
+        self._files, self._arena = files, arena
         self._address: int = arena.ctypes.data
         self._loops = loops
         self._settings = settings
         self._observer: ReadObserver | None = None
-        self.read_bytes = 0
-        self.waited_s = 0.0
-        """Seconds of waiting for neurons."""
         self.gate_reads = 0
         """Neurons whose gate was read by itself."""
         self.saved_bytes = 0
         """Bytes of up and down that were not read, because the gate was closed."""
         self._checks: NeuronChecks | None = None
         self._scratch = np.empty(0, np.uint8)
-        self._opened = BundleFiles(
-            files,
-            direct=settings.direct,
-            gate_bytes=settings.gate_bytes,
-            # A slot's content is overwritten before anybody uses it.
-            room=arena[-1] if len(arena) else np.empty(0, np.uint8),
-        )
-        self._files = self._opened.files
-        self._gate_bytes = self._opened.gate_bytes
-        self.fallback = self._opened.fallback
-        """Why direct reads were given up, if they were."""
-        self.phases_fallback = self._opened.phases_fallback
+        self._gate_bytes = settings.gate_bytes
+        self.phases_fallback: str | None = None
         """Why gates are not read first, if the plan wants it."""
+        paths = [file.path for file in files] if engine is None else []
+        self._opened = DirectFiles(paths, direct=settings.direct, refuse=refuse_bundles)
         try:
-            self._engine, self.engine, self.engine_fallback = open_engine(
-                settings, self._opened.descriptors, loops
-            )
+            if engine is None:
+                self._try_files()
+                engine = self._opened.open_engine(settings, loops)
         except BaseException:
-            self.close()
+            self._opened.close()
             raise
-        # One run is compared with its checks while the next one is read.
-        self._runs = make_readers(2 if settings.verify else 1, "pi2-stream")
-        self._one_run = threading.Lock()
+        self._engine = engine
+        self.reads = BatchReads(self._opened, engine)
+        self.engine, self.engine_fallback = self._opened.engine, self._opened.engine_fallback
         if settings.verify:
             checks = [file.read_checks() for file in files if file.read_checks is not None]
             assert len(checks) == len(files), "files without checks cannot be verified"
             self._checks = NeuronChecks(checks, loops)
         self._merging = self._make_merging(settings.merge_gap)
+
+    def _try_files(self) -> None:
+        """Compare sizes, and give up direct reads, or gates of their own, where they are
+        refused."""
+        # A slot's content is overwritten before anybody uses it.
+        room = self._arena[-1] if len(self._arena) else np.empty(0, np.uint8)
+        for number, (file, fd) in enumerate(
+            zip(self._files, self._opened.descriptors, strict=True)
+        ):
+            size = os.fstat(fd).st_size
+            if file.bytes is not None and size != file.bytes:
+                raise UserError.of(
+                    "P506",
+                    f"{file.path} has {size} bytes instead of {file.bytes}: it was cut or replaced",
+                    help="make the store again, or copy it again as a whole",
+                )
+            gates = self._gate_bytes
+            if not is_direct(fd):
+                continue
+            if not accepts_parts(fd, file, room, 1, file.stride):
+                reason = "the file system refuses O_DIRECT for reads of one bundle"
+                self._opened.leave_direct(number, reason)
+            elif gates and not accepts_parts(fd, file, room, 0, gates, file.stride):
+                self._gate_bytes = 0
+                self.phases_fallback = "the file system refuses O_DIRECT for reads of one gate"
+
+    @property
+    def fallback(self) -> str | None:
+        """Why direct reads were given up, if they were."""
+        return self._opened.fallback
+
+    @property
+    def read_bytes(self) -> int:
+        return self.reads.read_bytes
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waiting for neurons."""
+        return self.reads.waited_s
 
     def _make_merging(self, gap: int) -> Merging:
         if gap == 0 or not self._files:
@@ -176,7 +224,7 @@ class FlashReader:
                 batch, gates = keep_gates(batch, self._gate_bytes, unknown)
                 self.gate_reads += int(np.count_nonzero(gates))
             clusters, batch.parts = divide_requests(clusters, batch.requests)
-            self._submit(batch)
+            self.reads.submit(batch)
         return self._note_start(PendingRead(layer, indices, slots, clusters, batch, gates), start_s)
 
     def _divide(self, count: int) -> tuple[slice, ...]:
@@ -209,7 +257,7 @@ class FlashReader:
         addresses = find_addresses(slots, self._address + skip, file.stride)
         batch = make_reads(pending.layer, offsets, addresses, size)
         batch.content = "rest"
-        self._submit(batch)
+        self.reads.submit(batch)
         whole = (slice(0, len(indices)),)
         rest = PendingRead(pending.layer, indices, slots, whole, batch, number=number)
         if self._observer is not None:
@@ -222,13 +270,6 @@ class FlashReader:
         stride: int = self._arena.shape[1]
         return stride - self._gate_bytes
 
-    def _submit(self, batch: ReadBatch) -> None:
-        try:
-            self._engine.submit(batch)
-        except BaseException:
-            self._engine.abandon(batch)
-            raise
-
     def advance(self) -> None:
         """Keep the drive busy with begun reads; called between computations, never waits."""
         self._engine.advance()
@@ -236,35 +277,19 @@ class FlashReader:
     def finish(self, pending: PendingRead, number: int) -> I32:
         """Wait for a cluster and return its slots; failed or wrong reads are tried again, then
         UserError P620 or P511."""
-        batch, cluster = pending.batch, pending.clusters[number]
-        assert batch is not None
+        cluster = pending.clusters[number]
         slots = pending.slots[cluster]
         if len(slots) == 0:
             return slots
-        start_s = time.perf_counter()
-        self._engine.wait(batch, number)
-        self.waited_s += time.perf_counter() - start_s
-        part = batch.parts[number]
-        results, sizes = batch.results[part], batch.sizes[part]
-        # Methods of arrays that reduce them are Python, several times as slow as this.
-        if results.tobytes() != sizes.tobytes():
-            places = batch.requests[cluster] - part.start
-            self._read_again(pending, cluster, np.logical_or.reduceat(results != sizes, places))
-        # Bytes between neighbours were read too.
-        self.read_bytes += int(np.add.reduce(sizes))
+        start_s = 0.0 if self._observer is None else time.perf_counter()
+        assert pending.batch is not None
+        self.reads.finish(pending.batch, number)
         if self._checks is not None:
-            indices = pending.indices[cluster]
-            self._verify(self._checks, pending.layer, indices, self._arena, slots)
+            room = self._arena if pending.room is None else pending.room
+            self._verify(self._checks, pending.layer, pending.indices[cluster], room, slots)
         if self._observer is not None:
             self._observer.note_wait(pending, number, start_s, time.perf_counter())
         return slots
-
-    def _read_again(self, pending: PendingRead, cluster: slice, failed: Bits) -> None:
-        indices, slots = pending.indices[cluster], pending.slots[cluster]
-        offset = self._files[pending.layer].bundles_offset
-        for index, slot in zip(indices[failed].tolist(), slots[failed].tolist(), strict=True):
-            target = self._arena[slot]
-            self._opened.read(pending.layer, target, offset + index * target.size)
 
     def abandon(self, pending: PendingRead) -> None:
         """Wait until nothing of it is under way: a late read would spoil a slot's next owner."""
@@ -277,41 +302,52 @@ class FlashReader:
         damaged = checks.find_damaged(layer, indices, bundles, slots)
         if not damaged:
             return
-        file = self._files[layer]
         for place in damaged:
-            offset = file.bundles_offset + int(indices[place]) * file.stride
-            self._opened.read(layer, bundles[slots[place]], offset)
+            self._read(layer, int(indices[place]), bundles[slots[place]])
         left = checks.find_damaged(layer, indices, bundles, slots)
         if left:
-            raise _describe_damage(file.path, int(indices[left[0]]))
+            raise _describe_damage(self._files[layer].path, int(indices[left[0]]))
 
-    def start_run(self, layer: int, first: int, buffer: U8) -> Future[None]:
-        """Begin to read bundles ``first``, ``first + 1``, ... of ``layer`` into ``buffer``
-        [n, stride], which must be aligned to a block."""
+    def _read(self, layer: int, first: int, target: U8) -> None:
+        """Read bundles from ``first`` on, now."""
         file = self._files[layer]
         offset = file.bundles_offset + first * file.stride
-        self.read_bytes += buffer.size
-        run = self._runs.submit(self._read_run, layer, first, buffer, offset)
-        if self._observer is None:
-            return run
-        return WatchedRun(run, layer, len(buffer), self._observer)
+        if self._opened.descriptors:
+            self._opened.read(layer, target.reshape(-1).data, offset, target.nbytes)
 
-    def read_run(self, layer: int, first: int, buffer: U8) -> None:
-        """Read what `start_run` reads, now and in the calling thread; several may do so at the same
-        time.  The caller counts the bytes."""
-        file = self._files[layer]
-        self._opened.read(layer, buffer.reshape(-1), file.bundles_offset + first * file.stride)
-        self._verify_run(layer, first, buffer)
+    def plan_run(self, layer: int, first: int, room: U8, parts: Sequence[slice]) -> PendingRead:
+        """Plan long reads of ``parts`` of bundles ``first``, ``first + 1``, ... of ``layer``, each
+        into its place in ``room`` [n, stride], which begins at a block: one cluster."""
+        file, step = self._files[layer], max(1, RUN_BYTES // room.shape[1])
+        places, counts = [], []
+        for part in parts:
+            for place in range(part.start, part.stop, step):
+                places.append(place)
+                counts.append(min(step, part.stop - place))
+        begins = np.array(places, np.int64) * file.stride
+        offsets = begins + (file.bundles_offset + first * file.stride)
+        addresses, sizes = begins + room.ctypes.data, np.array(counts, np.int64) * file.stride
+        batch = make_reads(layer, offsets, addresses, sizes)
+        batch.content = "run"
+        # What others of the room have was compared before.
+        slots = np.arange(len(room), dtype=np.int32)
+        whole = (slice(0, len(room)),)
+        start_s = 0.0 if self._observer is None else time.perf_counter()
+        pending = PendingRead(layer, slots + np.int32(first), slots, whole, batch, room=room)
+        return self._note_start(pending, start_s)
 
-    def _read_run(self, layer: int, first: int, buffer: U8, offset: int) -> None:
-        with self._one_run:
-            self._opened.read(layer, buffer.reshape(-1), offset)
-        self._verify_run(layer, first, buffer)
+    def load_run(self, layer: int, first: int, room: U8) -> None:
+        """Read bundles ``first``, ``first + 1``, ... of ``layer`` into ``room`` [n, stride] now."""
+        self.read_run(layer, first, room)
+        self.reads.read_bytes += room.nbytes
 
-    def _verify_run(self, layer: int, first: int, buffer: U8) -> None:
+    def read_run(self, layer: int, first: int, room: U8) -> None:
+        """Do what `load_run` does in several threads at the same time; the caller counts the
+        bytes."""
+        self._read(layer, first, room)
         if self._checks is not None:
-            slots = np.arange(len(buffer), dtype=np.int32)
-            self._verify(self._checks, layer, slots + np.int32(first), buffer, slots)
+            slots = np.arange(len(room), dtype=np.int32)
+            self._verify(self._checks, layer, slots + np.int32(first), room, slots)
 
     def observe(self, observer: ReadObserver | None) -> None:
         """Tell ``observer`` of reads from now on; None ends it.  One at a time."""
@@ -321,14 +357,17 @@ class FlashReader:
             self._engine.note_part = None if observer is None else observer.note_part
 
     def close(self) -> None:
-        """Wait for reads that are on their way, stop the threads and close the files."""
-        for part in ("_engine", "_runs"):
-            owner = self.__dict__.pop(part, None)
-            if isinstance(owner, ThreadPoolExecutor):
-                owner.shutdown(cancel_futures=True)
-            elif owner is not None:
-                owner.close()
+        """Wait for reads that are on their way, and close the files."""
+        self.reads.close()
         self._opened.close()
+
+
+def count_reads(
+    arena: U8, layers: int, loops: HostLoops, settings: ReadSettings | None = None
+) -> FlashReader:
+    """A reader without files, for runs whose reads are counted only."""
+    file = BundleFile(path=Path(), bundles_offset=0, stride=arena.shape[1], count=0)
+    return FlashReader([file] * layers, arena, settings or ReadSettings(), loops, NullEngine())
 
 
 def _describe_damage(path: Path, index: int) -> UserError:
@@ -337,58 +376,3 @@ def _describe_damage(path: Path, index: int) -> UserError:
         f"the neuron at place {index} of {path} is damaged: its checksum differs",
         help="find out what else is with `pi2 store verify`, then copy or make the store again",
     )
-
-
-class NullReader:
-    """Stands for a reader where nothing is to be read: counts bytes only."""
-
-    fallback: str | None = None
-    engine_fallback: str | None = None
-    phases_fallback: str | None = None
-    engine: EngineName = "pread"
-
-    def __init__(self, stride: int, gate_bytes: int = 0) -> None:
-        self._stride = stride
-        self._gate_bytes = gate_bytes
-        self.read_bytes = 0
-        self.waited_s = 0.0
-        self.gate_reads = 0
-        self.saved_bytes = 0
-
-    def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
-        gates = np.ones(len(indices), bool) if self._gate_bytes else None
-        size = self._gate_bytes or self._stride
-        self.read_bytes += len(indices) * size
-        self.gate_reads += len(indices) if self._gate_bytes else 0
-        return PendingRead(layer, indices, slots, (slice(0, len(indices)),), None, gates)
-
-    def start_rest(self, pending: PendingRead, number: int, opened: Bits) -> PendingRead | None:
-        self.saved_bytes += int(np.count_nonzero(~opened)) * self.rest_bytes
-        self.read_bytes += int(np.count_nonzero(opened)) * self.rest_bytes
-        return None
-
-    @property
-    def rest_bytes(self) -> int:
-        return self._stride - self._gate_bytes
-
-    def advance(self) -> None:
-        """Nothing is under way."""
-
-    def finish(self, pending: PendingRead, number: int) -> I32:
-        return pending.slots
-
-    def abandon(self, pending: PendingRead) -> None:
-        """Nothing is under way."""
-
-    def start_run(self, layer: int, first: int, buffer: U8) -> Future[None]:
-        """Count a long read; done at once."""
-        self.read_bytes += buffer.size
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def observe(self, observer: ReadObserver | None) -> None:
-        """There is nothing to tell of."""
-
-    def close(self) -> None:
-        """Nothing is open."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pi2.memory.host_loops import HostLoops
 
 
-Content = Literal["neurons", "gates", "rest"]
-"""Whole neurons; gates that are read first; ups and downs of these."""
+Content = Literal["neurons", "gates", "rest", "run"]
+"""Whole neurons; gates that are read first; ups and downs of these; neighbours in long reads."""
 
 PENDING = -(2**62)
 """Result of a read that is not over."""
@@ -130,7 +130,7 @@ def make_reads(
     steps = np.arange(count, dtype=np.int32)
     return ReadBatch(
         file=file,
-        vectors=np.stack([addresses, lengths], axis=1),
+        vectors=np.array([addresses, lengths]).T.copy(),
         firsts=steps,
         counts=np.ones(count, np.int32),
         offsets=offsets,
@@ -273,3 +273,22 @@ class PreadEngine:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+class NullEngine:
+    """Reads nothing, at once: for runs whose reads are counted only."""
+
+    def submit(self, batch: ReadBatch) -> None:
+        batch.results[:] = batch.sizes
+
+    def advance(self) -> None:
+        """Nothing is under way."""
+
+    def wait(self, batch: ReadBatch, part: int, count: int = 1) -> None:
+        """Nothing is under way."""
+
+    def abandon(self, batch: ReadBatch) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is under way."""

@@ -23,7 +23,7 @@ from pi2.engine.feed_forward import FeedForward
 from pi2.engine.layer_model import LayerModel
 from pi2.engine.sequences import Sequences
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import NullReader
+from pi2.memory.flash import count_reads
 from pi2.model.tensor import EMBEDDING, DenseTensor
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.model import Model
@@ -279,7 +279,7 @@ class TokenSample:
         feed_forward = FeedForward(
             recorder,
             cache,
-            NullReader(arena.shape[1]),
+            count_reads(room, layers, loops),
             arena[:2].reshape(2, 1, -1),
             layers=layers,
             decode=Decode(predictor=predictor),

@@ -16,7 +16,7 @@ from pi2.fitting.completion import (
     Weighed,
     complete_plan,
 )
-from pi2.memory.weight_stream import BLOCK
+from pi2.memory.direct_files import BLOCK
 from pi2.plan.arithmetic.sources import Completion, FileFacts
 from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.checking.rules.stated import find_other_choice

@@ -13,8 +13,8 @@ from pi2.arrays import F32, I32
 from pi2.backends.blocks.model import BlockModel
 from pi2.diagnostics import UserError
 from pi2.engine.experts import ExpertCourse
+from pi2.memory.direct_files import BLOCK, DirectFiles
 from pi2.memory.expert_slots import ExpertMatrix, ExpertSlots, SlotReads, count_least_bytes
-from pi2.memory.weight_stream import BLOCK, DirectFiles
 from pi2.plan.documents.model import Model
 from tests.backend.test_blocks import MODELS, make_model, open_model
 from tests.helpers.blocks import RandomWeights
@@ -186,9 +186,9 @@ def test_what_was_read_is_read_no_more_while_it_stays(engine: str, tmp_path: Pat
     model = make_model(**MODELS["mixtral"])
     with stream(model, RandomWeights(model, ("q4_k",)), tmp_path, 100, engine=engine) as own:
         own.step(TOKENS[:1], 0)
-        first = own.slots.read_bytes
+        first = own.slots.reads.read_bytes
         own.step(TOKENS[:1], 0)
-        assert own.slots.read_bytes == first > 0
+        assert own.slots.reads.read_bytes == first > 0
         hits, misses, evictions = own.slots.counters
         layers, active = model.shape.layers, 2
         assert (hits, misses, evictions) == (layers * active, layers * active, 0)

@@ -12,7 +12,7 @@ from pi2.backends.cpu import backend as cpu
 from pi2.backends.executor import Executor
 from pi2.engine.feed_forward import FeedForward
 from pi2.memory.cache import NeuronCache
-from pi2.memory.flash import NullReader
+from pi2.memory.flash import count_reads
 from pi2.orchestrator import load
 from pi2.plan.documents.plan import Decode
 from tests.helpers.kernels import DEMO_LIKE, RandomModel, make_loops
@@ -47,12 +47,11 @@ def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) 
     arena = np.zeros((8, 64), np.uint8)
     cache = NeuronCache(arena, [range(0)] * 2, len(every), make_loops())
     decode = Decode(predictor="low-rank", threshold=0.2, missing_threshold=0.2)
+    reader = count_reads(arena, 2, cache.loops)
 
     def run(seen: Any) -> tuple[list[tuple[I32, F32]], F32]:
         assert seen.foresees == (seen is executor)
-        own = FeedForward(
-            seen, cache, NullReader(64), arena.reshape(2, 4, 64), layers=2, decode=decode
-        )
+        own = FeedForward(seen, cache, reader, arena.reshape(2, 4, 64), layers=2, decode=decode)
         own.begin_step(tokens)
         ids = np.arange(5, 5 + tokens, dtype=np.int32)
         if tokens == 1:

@@ -255,7 +255,7 @@ def test_damage_is_found_at_the_first_read(file: BundleFile, engine: EngineName)
                 finish(reader, reader.start(0, ids(20), ids(2)))
             assert caught.value.diagnostics[0].code == "P511"
             with pytest.raises(UserError, match=r"place 20 .* damaged"):
-                reader.start_run(0, 10, reader._arena[:20]).result()
+                reader.load_run(0, 10, reader._arena[:20])
         reader.close()
 
 
@@ -271,7 +271,7 @@ def test_a_bundle_is_checked_once(file: BundleFile, monkeypatch: pytest.MonkeyPa
     reader = open_reader(file, verify=True)
     for _ in range(3):
         finish(reader, reader.start(0, ids(5, 19), ids(0, 1)))
-        reader.start_run(0, 10, reader._arena[10:20]).result()
+        reader.load_run(0, 10, reader._arena[10:20])
     assert len(checked) == 2 + 9
     reader.close()
 

@@ -1,7 +1,7 @@
 """Neurons for prompts: each once, and only those read that are not in memory."""
 
-from concurrent.futures import Future
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,24 @@ class FakeReader:
     def __init__(self) -> None:
         self.runs: list[tuple[int, int, int]] = []
         self.broken = False
+        self.reads = self.engine = self
 
-    def start_run(self, layer: int, first: int, buffer: np.ndarray) -> Future[None]:
-        self.runs.append((layer, first, len(buffer)))
-        done: Future[None] = Future()
+    def plan_run(self, layer: int, first: int, room: np.ndarray, parts: list[slice]) -> Any:
+        return SimpleNamespace(batch=(layer, first, room, parts))
+
+    def submit(self, batch: tuple[int, int, np.ndarray, list[slice]]) -> None:
+        layer, first, room, parts = batch
+        for part in parts:
+            self.runs.append((layer, first + part.start, part.stop - part.start))
+            room[part, 0] = layer
+            room[part, 1] = np.arange(first + part.start, first + part.stop)
+
+    def finish(self, pending: Any, number: int) -> None:
         if self.broken:
-            done.set_exception(OSError("cut"))
-            return done
-        buffer[:, 0] = layer
-        buffer[:, 1] = np.arange(first, first + len(buffer))
-        done.set_result(None)
-        return done
+            raise OSError("cut")
+
+    def abandon(self, batch: object) -> None:
+        """Nothing is under way."""
 
 
 def make_cache(hot: int, cold: int) -> NeuronCache:

@@ -73,7 +73,8 @@ def measure_disk(file: Path, settings: Io) -> float:
     import numpy as np
 
     from pi2.backends.host import load_host_loops
-    from pi2.memory.weight_stream import DirectFiles, Piece, WeightStream
+    from pi2.memory.direct_files import BatchReads, DirectFiles, Piece
+    from pi2.memory.ring import WeightStream
     from pi2.progress import ignore_progress
 
     size, region = 1 << 20, np.frombuffer(mmap.mmap(-1, 32 << 20), np.uint8)
@@ -82,11 +83,12 @@ def measure_disk(file: Path, settings: Io) -> float:
     pieces = [Piece(0, at * size, size) for _ in range(_DISK_PASSES) for at in one_pass]
     files = DirectFiles([file])
     loops = load_host_loops(ignore_progress)
-    stream = WeightStream(files, pieces, region, files.open_engine(settings, loops))
+    reads = BatchReads(files, files.open_engine(settings, loops))
+    stream = WeightStream(reads, pieces, region)
     best, start = 0.0, time.perf_counter()
     for count in range(len(pieces)):
-        stream.take(count)
-        stream.release(count)
+        stream.take()
+        stream.release()
         if (count + 1) % len(one_pass) == 0:
             now = time.perf_counter()
             best, start = max(best, len(one_pass) * size / (now - start)), now
