@@ -116,10 +116,10 @@ def measure_rates(contestant: PlanContestant) -> dict[str, float]:
         return found
     bench = StorageBench(str(path), size, parts.cache.loops)
     try:
-        names = {USUAL.key: "read", STREAM.key: "stream"}
+        names = {USUAL: "read", STREAM: "stream"}
         specs = [spec for spec in (USUAL, STREAM) if spec.block_bytes <= size]
-        for key, rates in bench.measure(specs, 2).items():
-            found[names[key]] = statistics.fmean(rates)
+        for spec, rates in bench.measure(specs, 2).items():
+            found[names[spec]] = statistics.fmean(rates)
         return found
     finally:
         bench.close()

@@ -177,10 +177,9 @@ def _probe_remote(name: str, output: Path, given: ProbeOptions) -> None:
         threads=given.threads,
     )
     with ProgressBar() as progress:
-        steps, step_s = measure_remote(machine, progress)
-    write_checked(
-        output, write_device(make_remote_device(name, machine, steps, step_s)), _name_it(output)
-    )
+        found = measure_remote(machine, progress)
+    text = write_device(make_remote_device(name, machine, found))
+    write_checked(output, text, _name_it(output))
 
 
 def _split(features: str) -> list[str]:

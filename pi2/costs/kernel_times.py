@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
+from operator import itemgetter
 from typing import Literal, get_args
 
 import numpy as np
@@ -32,6 +33,8 @@ class Linear:
 
 _NOTHING = Linear(call_s=0.0, bytes_s=inf)
 """A step that takes no time."""
+Draw = Callable[[list[KernelFigure]], tuple[float, ...] | None]
+"""Numbers of the figures of a kernel at one width, in the order of their sizes."""
 
 
 class KernelTimes:
@@ -65,30 +68,26 @@ class KernelTimes:
     def has(self, kernel: KernelName) -> bool:
         return kernel in self._kernels
 
-    def _list_widths(self, kernel: KernelName) -> list[tuple[int, list[KernelFigure]]]:
-        found: dict[int, list[KernelFigure]] = {}
+    def find(self, kernel: KernelName, draw: Draw) -> tuple[float, ...] | None:
+        """Numbers that ``draw`` takes from figures of one width, interpolated to the model's width;
+        None if it takes none."""
+        by_width: dict[int, list[KernelFigure]] = {}
         for item in self._kernels.get(kernel, []):
-            found.setdefault(item.width or USUAL_WIDTH, []).append(item)
-        return [(width, sorted(found[width], key=lambda x: x.size)) for width in sorted(found)]
-
-    def _interpolate(self, values: list[tuple[int, float]]) -> float:
-        widths, found = zip(*values, strict=True)
-        return float(np.interp(self._width or widths[-1], widths, found))
-
-    def _interpolate_each(self, lines: Sequence[tuple[int, Sequence[float]]]) -> tuple[float, ...]:
-        """Each number of the lines at the model's width."""
-        return tuple(
-            self._interpolate([(width, line[number]) for width, line in lines])
-            for number in range(len(lines[0][1]))
+            by_width.setdefault(item.width or USUAL_WIDTH, []).append(item)
+        every = (
+            (x, draw(sorted(by_width[x], key=lambda item: item.size))) for x in sorted(by_width)
         )
+        drawn = [(width, numbers) for width, numbers in every if numbers is not None]
+        if not drawn:
+            return None
+        widths, found = zip(*drawn, strict=True)
+        at = self._width or widths[-1]
+        return tuple(float(np.interp(at, widths, numbers)) for numbers in zip(*found, strict=True))
 
     def find_time(self, kernel: KernelName, default_s: float, *, most: bool = False) -> float:
         """Seconds of a step that does not depend on its work, or of its least or ``most``."""
-        found = self._list_widths(kernel)
-        if not found:
-            return default_s
-        place = -1 if most else 0
-        return self._interpolate([(width, float(items[place].time)) for width, items in found])
+        found = self.find(kernel, lambda items: (float(items[-1 if most else 0].time),))
+        return default_s if found is None else found[0]
 
     def find_linear(self, kernel: KernelName, bandwidth: float, call_s: float) -> Linear:
         """Line through the largest measurements of two widths, else the plain bandwidth."""
@@ -108,64 +107,47 @@ class KernelTimes:
 
     def find_attend(self, bandwidth: float) -> Linear:
         """The KV cache of the context; short rows cost more per byte."""
-        found = self._list_widths("attend")
-        if not found:
-            return Linear(call_s=0.0, bytes_s=bandwidth)
-        pairs = [(width, items[-1]) for width, items in found]
-        byte_s = self._interpolate(
-            [(width, float(item.time) / (item.bytes or 1)) for width, item in pairs]
-        )
-        return Linear(call_s=0.0, bytes_s=1.0 / byte_s)
+        found = self.find("attend", lambda items: (float(items[-1].time) / (items[-1].bytes or 1),))
+        return Linear(call_s=0.0, bytes_s=bandwidth if found is None else 1.0 / found[0])
 
     def find_gather(self, bandwidth: float, kernel: KernelName = "gather") -> Linear:
-        found = self._list_widths(kernel) or self._list_widths("gather")
-        if not found:
+        found = self.find(kernel, _draw_gather) or self.find("gather", _draw_gather)
+        if found is None:
             return Linear(
                 call_s=self.barrier_s, bytes_s=bandwidth * self._constants.gather_efficiency
             )
-        lines = [(width, _draw_gather(items)) for width, items in found]
-        # A neuron's time grows with its width, from what it takes to begin with one.
-        width = self._width or lines[-1][0]
-        neuron_s = self._interpolate([(w, w / line.bytes_s) for w, line in lines])
-        within = min(max(width, lines[0][0]), lines[-1][0])
-        return Linear(
-            call_s=self._interpolate([(w, line.call_s) for w, line in lines]),
-            bytes_s=within / neuron_s,
-        )
+        call_s, neuron_s, width = found
+        return Linear(call_s=call_s, bytes_s=width / neuron_s)
 
     def find_look_up(self) -> tuple[Linear, float, float]:
         """Seconds of a look-up: fixed, per missing neuron, for any missing one, per cached one."""
-        found = [(width, items) for width, items in self._list_widths("look-up") if len(items) > 1]
-        if not found:
+        found = self.find("look-up", _draw_look_up)
+        if found is None:
             return Linear(call_s=self.barrier_s, bytes_s=inf), 0.0, 0.0
-        lines = [(width, _draw_look_up(items)) for width, items in found]
-        call_s, neuron_s, place_s = self._interpolate_each(lines)
+        call_s, neuron_s, place_s = found
         touch_s = 0.0
-        touches = [
-            (width, draw_line(x[0], x[-1])) for width, x in self._list_widths("engine-cached")
-        ]
-        if touches:
-            fixed_s, touch_s = self._interpolate_each(touches)
+        if touches := self.find("engine-cached", lambda items: draw_line(items[0], items[-1])):
+            fixed_s, touch_s = touches
             call_s = max(fixed_s - self.find_time("engine", 0.0), 0.0)
         return Linear(call_s=call_s, bytes_s=1.0 / neuron_s), place_s, touch_s
 
     def find_many(self, kernel: KernelName) -> tuple[float, float] | None:
-        found = self._list_widths(kernel)
-        lines = [(width, line) for width, items in found if (line := _draw_many(items)) is not None]
-        if not lines:
-            rate = self.find_ops(kernel)
-            return None if rate is None else (0.0, 2.0 / rate)
-        once, each = self._interpolate_each(lines)
-        return once, each
+        if (found := self.find(kernel, _draw_many)) is not None:
+            once_s, token_s = found
+            return once_s, token_s
+        rate = self.find_ops(kernel)
+        return None if rate is None else (0.0, 2.0 / rate)
 
     def find_ops(self, kernel: KernelName, *, few: bool = False) -> float | None:
-        widths = self._list_widths(kernel)
-        found = [item for item in widths[-1][1] if item.giga_ops] if widths else []
-        if found:
-            choose = min if few else max
-            chosen = choose(found, key=lambda item: item.size)
-            assert chosen.giga_ops is not None
-            return chosen.giga_ops * 1e9
+        own = self._kernels.get(kernel, [])
+        widest = max((item.width or USUAL_WIDTH for item in own), default=0)
+        rates = [
+            (item.size, item.giga_ops)
+            for item in own
+            if item.giga_ops and (item.width or USUAL_WIDTH) == widest
+        ]
+        if rates:
+            return (min if few else max)(rates, key=itemgetter(0))[1] * 1e9
         order = {"int4": 0, "int8": 1, "fp16": 2, "fp32": 3}
         stated = min(self._unit.compute, key=lambda item: order[item.precision], default=None)
         return None if stated is None else count_ops(stated, self._constants)
@@ -199,18 +181,22 @@ def _choose_figures(
     return []
 
 
-def _draw_gather(items: list[KernelFigure]) -> Linear:
+def _draw_gather(items: list[KernelFigure]) -> tuple[float, float, float]:
+    """Seconds of a call, and of a neuron, which grow with its width; and that width."""
     smallest, largest = items[0], items[-1]
     assert largest.bytes is not None and smallest.bytes is not None
     rate = largest.bytes / float(largest.time)
     if largest.bytes > smallest.bytes and largest.time > smallest.time:
         rate = (largest.bytes - smallest.bytes) / float(largest.time - smallest.time)
     call_s = min(max(float(smallest.time) - smallest.bytes / rate, 0.0), float(smallest.time))
-    return Linear(call_s=call_s, bytes_s=rate)
+    width = largest.width or USUAL_WIDTH
+    return call_s, width / rate, float(width)
 
 
-def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float]:
+def _draw_look_up(items: list[KernelFigure]) -> tuple[float, float, float] | None:
     """Seconds of a look-up without misses, per missing neuron, and for any miss."""
+    if len(items) < 2:
+        return None
     none, few, most = items[0], items[1], items[-1]
     neuron_s = float(most.time) / most.size
     if len(items) > 2:

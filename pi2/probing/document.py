@@ -224,7 +224,7 @@ def sketch_device(device: Device, folder: Path) -> Device:
                 "pattern": spec.pattern,
                 "block": format_bytes(spec.block_bytes),
                 **({} if spec.depth is None else {"depth": spec.depth}),
-                **_rate(rates[spec.key], "direct reads", "rate"),
+                **_rate(rates[spec], "direct reads", "rate"),
             }
             for spec in specs
         ]
@@ -345,11 +345,9 @@ def _describe_clusters(machine: Machine) -> list[dict[str, Any]]:
 def _describe_steps(found: Measurements) -> Iterator[dict[str, Any]]:
     """Kernels; UserError P343 where no possible time was measured of one."""
     memory_bytes_s = max(rate for rates in found.bandwidth.values() for rate in rates)
-    times = choose_times(found.steps, found.step_s, memory_bytes_s)
-    for step in found.steps:
-        if step.key in times:
-            what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden {step.width}"
-            yield describe_step(step, times[step.key], what)
+    for step, times in choose_times(found.step_s, memory_bytes_s).items():
+        what = f"cpu backend, {_count(found.threads)}, int4 weights, hidden {step.width}"
+        yield describe_step(step, times, what)
 
 
 def describe_step(step: StepFacts, times: Sequence[float], what: str) -> dict[str, Any]:
@@ -395,14 +393,14 @@ def _describe_unit(item: UnitMeasurements) -> dict[str, Any]:
     if facts.is_emulated:
         values["emulated"] = True
         what = f"emulated by the processor: {what}"
-    values["kernels"] = [describe_step(step, item.step_s[step.key], what) for step in item.steps]
+    values["kernels"] = [describe_step(*own, what) for own in item.step_s.items()]
     values["compute"] = [
         {"precision": "fp32", **keep_rate(x)} for x in values["kernels"] if "giga_ops" in x
     ]
     largest = max(
-        (step for step in item.steps if step.kernel == "multiply"), key=lambda step: step.size
+        (step for step in item.step_s if step.kernel == "multiply"), key=lambda step: step.size
     )
-    rates = [(largest.read_bytes or 0) / seconds for seconds in item.step_s[largest.key]]
+    rates = [(largest.read_bytes or 0) / seconds for seconds in item.step_s[largest]]
     bandwidth = _rate(rates, f"a matrix of {largest.size} rows, {what}")
     if facts.memory_bytes is None:
         values["read_bandwidth"] = bandwidth
@@ -439,30 +437,27 @@ def _describe_storage(found: Measurements) -> dict[str, Any]:
     if block is not None:
         values["block_size"] = f"{block} B"
     direct = "direct" if storage.direct.works else "buffered"
-    usual = next((spec for spec in found.reads if spec.key in found.overlap), None)
-    if usual is not None:
-        deep = [spec for spec in found.reads if spec.key in found.overlap and spec.depth]
-        chosen = max(deep, key=lambda spec: spec.depth or 0, default=usual)
-        overlap = summarise(found.overlap[chosen.key])
+    if hidden := [spec for spec in found.read_bytes_s if spec in found.overlap]:
+        chosen = max(hidden, key=lambda spec: spec.depth or 0)
+        overlap = summarise(found.overlap[chosen])
         values["overlap"] = {
             "value": overlap.value,
             **_origin("reads of 8 KiB next to gathered neurons", overlap.samples),
             "spread": overlap.spread,
         }
-    values["reads"] = [_describe_read(spec, found, direct) for spec in found.reads]
+    values["reads"] = [_describe_read(spec, found, direct) for spec in found.read_bytes_s]
     return values
 
 
 def _describe_read(spec: ReadSpec, found: Measurements, direct: str) -> dict[str, Any]:
     engine = "io_uring" if spec.depth is not None else "pread"
     values: dict[str, Any] = {"pattern": spec.pattern, "block": format_bytes(spec.block_bytes)}
-    values |= _rate(found.read_bytes_s[spec.key], f"{direct} reads, {engine}", "rate")
+    values |= _rate(found.read_bytes_s[spec], f"{direct} reads, {engine}", "rate")
     settings = {"depth": spec.depth, "threads": spec.threads, "burst": spec.burst}
     values |= {key: value for key, value in settings.items() if value is not None}
     if spec.range_bytes is not None:
         values["range"] = format_bytes(spec.range_bytes)
-    if spec.key in found.overlap:
-        shares = found.overlap[spec.key]
+    if (shares := found.overlap.get(spec)) is not None:
         values["overlap"] = round(statistics.median(shares), 3)
         values["overlap_spread"] = round(statistics.stdev(shares), 3) if len(shares) > 1 else 0.0
     return values

@@ -14,7 +14,7 @@ from pi2.backends.gpu.launches import Kernels
 from pi2.backends.gpu.packing import pack_matrix
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import matrix_bytes
-from pi2.probing.steps import Key, StepFacts, collect_rounds, make_timer
+from pi2.probing.steps import StepFacts, Times, collect_rounds, make_timer
 from pi2.progress import Progress
 
 WIDTH = 4096
@@ -54,11 +54,10 @@ class GpuBench:
     def survey(self, api: Api) -> Survey:
         return survey_api(api)
 
-    def measure(self, api: Api, number: int, rounds: int) -> dict[Key, list[float]]:
+    def measure(self, api: Api, number: int, rounds: int) -> Times:
         """``rounds`` median seconds of each step; ArithmeticError for wrong results."""
         bench = DeviceBench(open_device(api, number), self._progress)
-        timers = [(step.key, make_timer(bench.prepare(step))) for step in STEPS]
-        return collect_rounds(timers, rounds)
+        return collect_rounds({step: make_timer(bench.prepare(step)) for step in STEPS}, rounds)
 
     def close(self) -> None:
         """Release nothing: the process ends."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 import tomllib
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -38,17 +37,25 @@ from pi2.probing.steps import (
     GATES,
     USUAL,
     VARIANTS,
-    Key,
     Probed,
     StepFacts,
     Steps,
+    Times,
     TokenSteps,
     Variety,
+    add_figures,
     collect_rounds,
     is_agreed,
     keep_possible,
 )
-from pi2.probing.storage import ReadSpec, StorageBench, list_overlaps, list_reads, open_sample
+from pi2.probing.storage import (
+    Rates,
+    ReadSpec,
+    StorageBench,
+    list_overlaps,
+    list_reads,
+    open_sample,
+)
 from pi2.probing.tokens import SMALL
 from pi2.progress import Progress, ignore_progress
 
@@ -64,8 +71,7 @@ class UnitMeasurements:
     """A unit and the seconds of its steps."""
 
     facts: DeviceFacts
-    steps: tuple[StepFacts, ...]
-    step_s: dict[Key, list[float]]
+    step_s: Times
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +100,7 @@ def measure_accelerators(
 
 def _measure_api(survey: Accelerators, api: Api, progress: Progress, rounds: int) -> str | None:
     """Measure what an API has and no other API had; return why it has none."""
-    from pi2.probing.gpus import STEPS, GpuBench
+    from pi2.probing.gpus import GpuBench
 
     number, count = 0, 1
     while number < count:
@@ -110,8 +116,8 @@ def _measure_api(survey: Accelerators, api: Api, progress: Progress, rounds: int
                 name = f"{facts.name} ({facts.driver})"
                 known = {item.facts.name for item in survey.units}
                 if facts.is_emulated or facts.name not in known:
-                    step_s: dict[Key, list[float]] = bench.call("measure", api, number, rounds)
-                    survey.units.append(UnitMeasurements(facts=facts, steps=STEPS, step_s=step_s))
+                    step_s: Times = bench.call("measure", api, number, rounds)
+                    survey.units.append(UnitMeasurements(facts=facts, step_s=step_s))
         except (UserError, RuntimeError) as error:
             survey.notes.append(f"{name} was found, but not measured: {_shorten(error)}")
         number += 1
@@ -200,38 +206,32 @@ class KernelBench:
             loops=load_host_loops(progress, frozenset(recipe.features)),
         )
         self._made = Steps(executors[USUAL], self._probed)
-        self._steps = list(self._made.list_all())
+        self._steps = dict(self._made.list_all())
         self._tokens = [
             TokenSteps(executors[variety], self._probed, variety) for variety in recipe.varieties
         ]
         self._storage: StorageBench | None = None
 
-    def list_steps(self) -> list[StepFacts]:
-        listed = [facts for item in self._tokens for facts in item.list_facts()]
-        return listed + [facts for facts, _ in self._steps]
-
-    def measure(self, rounds: int, keys: Collection[Key] | None = None) -> dict[Key, list[float]]:
-        """``rounds`` figures of seconds per call of each step, or of those with ``keys``."""
+    def measure(self, rounds: int, steps: Collection[StepFacts] | None = None) -> Times:
+        """``rounds`` figures of seconds per call of each step, or of ``steps`` at least."""
         if self._bound:
             bind_calling_thread(self._bound)
         try:
-            return self._measure(rounds, keys)
+            return self._measure(rounds, steps)
         finally:
             if self._bound:
                 # Threads that read would be bound with it.
                 bind_calling_thread(self._free)
 
-    def _measure(self, rounds: int, keys: Collection[Key] | None) -> dict[Key, list[float]]:
-        timers = [(facts.key, timer) for facts, timer in self._steps]
-        found = collect_rounds([x for x in timers if keys is None or x[0] in keys], rounds)
+    def _measure(self, rounds: int, steps: Collection[StepFacts] | None) -> Times:
+        timers = {x: timer for x, timer in self._steps.items() if steps is None or x in steps}
+        timed, found = collect_rounds(timers, rounds), dict[StepFacts, list[float]]()
         for _ in range(rounds):
             for item in self._tokens:
-                own = {facts.key for facts in item.list_facts()}
-                if keys is not None and own.isdisjoint(keys):
-                    continue
-                for key, seconds in item.measure().items():
-                    found.setdefault(key, []).append(seconds)
-        return found
+                if steps is None or not item.steps.keys().isdisjoint(steps):
+                    for step, seconds in item.measure().items():
+                        found.setdefault(step, []).append(seconds)
+        return found | timed
 
     def measure_steady(self, pieces: int) -> list[float]:
         """Seconds that the same work takes, over and over: what differs is the machine's noise."""
@@ -246,7 +246,7 @@ class KernelBench:
     def open_storage(self, path: str, size_bytes: int) -> None:
         self._storage = StorageBench(path, size_bytes, self._probed.loops)
 
-    def measure_reads(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
+    def measure_reads(self, specs: list[ReadSpec], rounds: int) -> Rates:
         """Bytes per second of each kind of reads, ``rounds`` times."""
         assert self._storage is not None, "open_storage comes first"
         return self._storage.measure(specs, rounds)
@@ -255,7 +255,7 @@ class KernelBench:
         assert self._storage is not None, "open_storage comes first"
         return self._storage.measure_latency(rounds)
 
-    def measure_overlap(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
+    def measure_overlap(self, specs: list[ReadSpec], rounds: int) -> Rates:
         assert self._storage is not None, "open_storage comes first"
         arena, executor = self._probed.arena, self._executors[0]
         slots = tokens.choose_slots(256, len(arena), VARIANTS)
@@ -287,24 +287,22 @@ STEADY_PIECES = 50
 METER_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Measurements:
     """Everything that was found out.  Times in seconds, rates in bytes per second."""
 
     machine: Machine
     storage: Storage
     threads: int
-    bandwidth: dict[int, list[float]]
+    bandwidth: dict[int, list[float]] = field(default_factory=dict)
     """Read bandwidth of main memory by number of threads."""
     read_work: str = "compiled loop"
-    steps: tuple[StepFacts, ...]
-    step_s: dict[Key, list[float]]
-    reads: tuple[ReadSpec, ...]
-    read_bytes_s: dict[Key, list[float]]
-    latency_s: list[float]
-    overlap: dict[Key, list[float]]
+    step_s: Times = field(default_factory=dict)
+    read_bytes_s: Rates = field(default_factory=dict)
+    latency_s: list[float] = field(default_factory=list)
+    overlap: Rates = field(default_factory=dict)
     """Part of the shorter one of reading and computing that is saved where both go on at once."""
-    steady_s: list[float]
+    steady_s: list[float] = field(default_factory=list)
     """Times of the same piece of work."""
     steady_work: str = "the same projections"
     """What that was."""
@@ -327,78 +325,52 @@ def measure_machine(place: Path, progress: Progress) -> Measurements:
         )
     threads = machine.cores
     recipe = KernelRecipe(threads=threads, features=features, architecture=machine.architecture)
-    found = _Rounds(dict)
+    found = Measurements(machine=machine, storage=inspect_storage(place), threads=threads)
     begun = time.monotonic()
     with ExitStack() as stack:
         bench = stack.enter_context(Worker(recipe, progress))
         small = stack.enter_context(Worker(replace(recipe, sizes=SMALL), progress))
-        steps: list[StepFacts] = [*bench.call("list_steps"), *small.call("list_steps")]
         path, size = stack.enter_context(open_sample(place))
         bench.call("open_storage", str(path), size)
-        reads = list_reads(size, inspect_storage(place).direct.align_bytes or 512)
+        reads = list_reads(size, found.storage.direct.align_bytes or 512)
         start = time.monotonic()
         for number in range(MOST_ROUNDS):
             progress("rounds", number / MOST_ROUNDS)
             for count in sorted({1, threads // 2 or 1, threads}):
                 # A new process each time: threads that slept may stay together on one core.
                 with Worker(partial(BandwidthMeter, count, METER_BYTES)) as meter:
-                    found.add("bandwidth", {(str(count),): [max(meter.call("measure"))]})
+                    found.bandwidth.setdefault(count, []).append(max(meter.call("measure")))
             for worker in (bench, small):
-                found.add("steps", worker.call("measure", 1))
-            found.add("reads", bench.call("measure_reads", reads, 1))
-            found.add("latency", {(): bench.call("measure_latency", 1)})
-            found.add("overlap", bench.call("measure_overlap", list_overlaps(reads), 1))
-            found.add("steady", {(): bench.call("measure_steady", STEADY_PIECES)})
+                add_figures(found.step_s, worker.call("measure", 1))
+            add_figures(found.read_bytes_s, bench.call("measure_reads", reads, 1))
+            found.latency_s += bench.call("measure_latency", 1)
+            add_figures(found.overlap, bench.call("measure_overlap", list_overlaps(reads), 1))
+            found.steady_s += bench.call("measure_steady", STEADY_PIECES)
             # Where kernels had to be compiled first, fewer rounds are left.
             limit_s = ROUNDS_S - max(start - begun - USUAL_START_S, 0.0)
             done, passed_s = number + 1, time.monotonic() - start
             if done >= LEAST_ROUNDS and passed_s * (done + 1) / done > limit_s:
                 break
         while time.monotonic() - start <= limit_s + AGAIN_S:
-            if not _measure_again(found, reads, bench, small):
+            if not _measure_again(found, bench, small):
                 break
         progress("rounds", 1.0)
         late = time.monotonic() - begun > USUAL_START_S + ROUNDS_S
-    rates = found["reads"]
-    return Measurements(
-        machine=machine,
-        storage=inspect_storage(place),
-        threads=threads,
-        bandwidth={int(count): values for (count,), values in found["bandwidth"].items()},
-        steps=tuple(steps),
-        step_s=found["steps"],
-        reads=tuple(spec for spec in reads if spec.key in rates),
-        read_bytes_s=rates,
-        latency_s=found["latency"][()],
-        overlap=found["overlap"],
-        steady_s=found["steady"][()],
-        accelerators=measure_accelerators(progress, rounds=1 if late else UNIT_ROUNDS),
-    )
+    found.accelerators = measure_accelerators(progress, rounds=1 if late else UNIT_ROUNDS)
+    return found
 
 
-def _measure_again(found: _Rounds, reads: Sequence[ReadSpec], bench: Worker, small: Worker) -> bool:
+def _measure_again(found: Measurements, bench: Worker, small: Worker) -> bool:
     """Measure once more what no two rounds agree about; whether there was anything."""
-    rates = [rate for values in found["bandwidth"].values() for rate in values]
-    steps: set[Key] = set()
+    memory_bytes_s = max(rate for values in found.bandwidth.values() for rate in values)
+    steps = {
+        step
+        for step, times in found.step_s.items()
+        if not is_agreed(keep_possible(step, times, memory_bytes_s), "less")
+    }
     for worker in (bench, small):
-        own = {
-            step.key
-            for step in worker.call("list_steps")
-            if not is_agreed(keep_possible(step, found["steps"][step.key], max(rates)), "less")
-        }
-        steps |= own
-        if own:
-            found.add("steps", worker.call("measure", 1, own))
-    reached = found["reads"]
-    unclear = [
-        spec for spec in reads if spec.key in reached and not is_agreed(reached[spec.key], "more")
-    ]
-    if unclear:
-        found.add("reads", bench.call("measure_reads", unclear, 1))
-    return bool(steps or unclear)
-
-
-class _Rounds(defaultdict[str, dict[Key, list[float]]]):
-    def add(self, kind: str, more: dict[Key, list[float]]) -> None:
-        for key, values in more.items():
-            self[kind].setdefault(key, []).extend(values)
+        add_figures(found.step_s, worker.call("measure", 1, steps))
+    reads = [spec for spec, rates in found.read_bytes_s.items() if not is_agreed(rates, "more")]
+    if reads:
+        add_figures(found.read_bytes_s, bench.call("measure_reads", reads, 1))
+    return bool(steps or reads)

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -28,7 +28,7 @@ from pi2.plan.documents.device import Device, IsaFeature
 from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens as synthetic
 from pi2.probing.document import describe_step, keep_rate
-from pi2.probing.steps import Key, StepFacts, choose_times
+from pi2.probing.steps import StepFacts, Times, choose_times
 from pi2.progress import Progress
 
 ROUNDS = 5
@@ -93,9 +93,7 @@ class RemoteFunctions:
         self._sent.clear()
 
 
-def measure_remote(
-    machine: RemoteMachine, progress: Progress
-) -> tuple[tuple[StepFacts, ...], Mapping[Key, list[float]]]:
+def measure_remote(machine: RemoteMachine, progress: Progress) -> Times:
     """Steps of the engine and their seconds on the other machine; UserError P342."""
     model = synthetic.make_model(SHAPE)
     request = synthetic.make_request(
@@ -115,16 +113,16 @@ def measure_remote(
         calls = Library(library, measure_arrays(request), functions=functions)
         try:
             begin, steps = _list_steps(request, spec, calls)
-            found: dict[Key, list[float]] = {facts.key: [] for facts, _, _ in steps}
+            found: Times = {facts: [] for facts, _, _ in steps}
             for number in range(ROUNDS + 1):
                 for facts, tokens, run in steps:
                     begin(tokens)
                     functions.seconds = 0.0
                     run()
                     if number:  # the first round makes ready
-                        found[facts.key].append(functions.seconds)
+                        found[facts].append(functions.seconds)
                 progress("measuring there", number / ROUNDS)
-            return tuple(facts for facts, _, _ in steps), found
+            return found
         finally:
             calls.close()
 
@@ -200,17 +198,11 @@ def connect(machine: RemoteMachine) -> Any:
         ) from None
 
 
-def make_remote_device(
-    name: str,
-    machine: RemoteMachine,
-    steps: Sequence[StepFacts],
-    step_s: Mapping[Key, Sequence[float]],
-) -> Device:
+def make_remote_device(name: str, machine: RemoteMachine, step_s: Times) -> Device:
     """The device ``name``: its processor and kernels; flash, memory and noise are unknown."""
-    times = choose_times(steps, step_s, inf)
     threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
     what = f"through RPC: cpu backend, {threads}, int4 weights"
-    kernels = [describe_step(step, times[step.key], what) for step in steps if step.key in times]
+    kernels = [describe_step(*item, what) for item in choose_times(step_s, inf).items()]
     cpu: dict[str, Any] = {
         "kind": "cpu",
         "architecture": machine.architecture,

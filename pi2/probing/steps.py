@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from pi2.plan.weights.layout import matrix_bytes
 from pi2.probing import tokens as synthetic
 from pi2.probing.tokens import NAMED, TokenSample, TokenTimes, TokenWork
 
-Key = tuple[str, ...]
-"""The measurement: a kind, then its settings as text."""
+Thing = TypeVar("Thing")
+Timer = Callable[[], float]
+"""Measures a thing once: a step by the median seconds of a round's calls."""
 
 DIGITS = 4
 """Significant digits of a figure: more would be noise."""
@@ -71,15 +72,18 @@ def round_digits(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def collect_rounds(
-    measures: Sequence[tuple[Key, Callable[[], float]]], rounds: int
-) -> dict[Key, list[float]]:
+def collect_rounds(measures: Mapping[Thing, Timer], rounds: int) -> dict[Thing, list[float]]:
     """Measure everything in turn, ``rounds`` times: drift shows in every spread."""
-    found: dict[Key, list[float]] = {key: [] for key, _ in measures}
+    found: dict[Thing, list[float]] = {thing: [] for thing in measures}
     for _ in range(rounds):
-        for key, measure in measures:
-            found[key].append(measure())
+        for thing, measure in measures.items():
+            found[thing].append(measure())
     return found
+
+
+def add_figures(kept: dict[Thing, list[float]], more: Mapping[Thing, Sequence[float]]) -> None:
+    for thing, values in more.items():
+        kept.setdefault(thing, []).extend(values)
 
 
 MOST_CACHED = 20.0
@@ -101,9 +105,9 @@ class StepFacts:
     kv: KvType = "fp16"
     activations: ActivationType = "int16"
 
-    @property
-    def key(self) -> Key:
-        return (self.kernel, str(self.size), str(self.width), self.kv, self.activations)
+
+Times = dict[StepFacts, list[float]]
+"""Seconds of each step, as often as it was measured."""
 
 
 def keep_possible(step: StepFacts, times: Sequence[float], memory_bytes_s: float) -> list[float]:
@@ -112,12 +116,10 @@ def keep_possible(step: StepFacts, times: Sequence[float], memory_bytes_s: float
     return [x for x in times if x > 0.0 and size / x <= MOST_CACHED * memory_bytes_s]
 
 
-def choose_times(
-    steps: Sequence[StepFacts], step_s: Mapping[Key, Sequence[float]], memory_bytes_s: float
-) -> dict[Key, list[float]]:
+def choose_times(step_s: Times, memory_bytes_s: float) -> Times:
     """Possible times of each step; UserError P343 if there is none, except for waking threads."""
-    found = {step.key: keep_possible(step, step_s[step.key], memory_bytes_s) for step in steps}
-    unclear = [step for step in steps if not found[step.key] and step.kernel != "wake"]
+    found = {step: keep_possible(step, times, memory_bytes_s) for step, times in step_s.items()}
+    unclear = [step for step, times in found.items() if not times and step.kernel != "wake"]
     if unclear:
         names = ", ".join(f"{step.kernel} {step.size}" for step in unclear)
         raise UserError.of(
@@ -125,13 +127,11 @@ def choose_times(
             f"no possible time was measured of {names}: the machine does other work",
             help="end other programs and measure again",
         )
-    return {key: times for key, times in found.items() if times}
+    return {step: times for step, times in found.items() if times}
 
 
 Run = Callable[[int], float | None]
 """A timed call, by its number; it may say itself how many seconds count."""
-Timer = Callable[[], float]
-"""Measures a step: the median seconds of one round's calls."""
 
 
 def make_timer(run: Run, base: Run | None = None, stir: Run | None = None) -> Timer:
@@ -244,17 +244,14 @@ class TokenSteps:
                 *((share, share, [named]) for share in _SHARES.get(variety, ())),
             )
         }
-        self._steps = list(self._list_steps(probed.used_bytes, named.named))
+        self.steps = dict(self._list_steps(probed.used_bytes, named.named))
 
-    def list_facts(self) -> list[StepFacts]:
-        return [facts for facts, _ in self._steps]
-
-    def measure(self) -> dict[Key, float]:
+    def measure(self) -> dict[StepFacts, float]:
         times = {
             share: sample.measure(SERIES_S if share == _ALL else CACHED_S)
             for share, sample in self._samples.items()
         }
-        return {facts.key: read(times) for facts, read in self._steps}
+        return {facts: read(times) for facts, read in self.steps.items()}
 
     def _list_steps(self, used_bytes: int, named: int) -> Iterator[tuple[StepFacts, Read]]:
         model, sizes, variety = self._model, self._sizes, self._variety

@@ -6,7 +6,8 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from pi2.diagnostics import UserError
 from pi2.memory.bundle_files import BundleFile
 from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.io_engine import EngineName
-from pi2.probing.steps import Key, collect_rounds
+from pi2.probing.steps import collect_rounds
 from pi2.probing.tokens import allocate, fill
 
 MIB = 1 << 20
@@ -51,9 +52,9 @@ class ReadSpec:
     burst: int | None = None
     """Reads that are asked for at once; None: as many as a layer may miss."""
 
-    @property
-    def key(self) -> Key:
-        return tuple(map(str, astuple(self)))
+
+Rates = dict[ReadSpec, list[float]]
+"""Bytes per second of each, or a share, as often as it was measured."""
 
 
 def list_reads(file_bytes: int, align_bytes: int = 512) -> list[ReadSpec]:
@@ -128,15 +129,14 @@ class StorageBench:
         self._size = size_bytes
         self._loops = loops
         self._random = np.random.default_rng(3)
-        self._readers: dict[Key, FlashReader] = {}
+        self._readers: dict[ReadSpec, FlashReader] = {}
         self._long = allocate("", _LONG_BYTES)
         self._at = 0
 
-    def measure(self, specs: list[ReadSpec], rounds: int) -> dict[Key, list[float]]:
+    def measure(self, specs: list[ReadSpec], rounds: int) -> Rates:
         """Bytes per second of each, ``rounds`` times."""
         usable = self._list_usable(specs)
-        measures = [(spec.key, lambda spec=spec: self._measure(spec)) for spec in usable]
-        return collect_rounds(measures, rounds)
+        return collect_rounds({spec: partial(self._measure, spec) for spec in usable}, rounds)
 
     def measure_latency(self, rounds: int) -> list[float]:
         """Median seconds of one read of 4 KiB in an idle queue."""
@@ -160,12 +160,10 @@ class StorageBench:
 
     def measure_overlap(
         self, specs: list[ReadSpec], compute: Callable[[], None], rounds: int
-    ) -> dict[Key, list[float]]:
+    ) -> Rates:
         """Part of the shorter of reading and computing that running both saves, for each read."""
-        measures = [
-            (spec.key, lambda spec=spec: self._measure_saving(spec, compute))
-            for spec in self._list_usable(specs)
-        ]
+        usable = self._list_usable(specs)
+        measures = {spec: partial(self._measure_saving, spec, compute) for spec in usable}
         return collect_rounds(measures, rounds)
 
     def _measure_saving(self, spec: ReadSpec, compute: Callable[[], None]) -> float:
@@ -249,9 +247,9 @@ class StorageBench:
 
     def _read_at_random(self, spec: ReadSpec) -> float:
         batch = spec.burst or min(_MOST_BATCH, max(32, _BATCH_BYTES // spec.block_bytes))
-        if spec.key not in self._readers:
-            self._readers[spec.key] = self._make_reader(spec, batch)
-        reader = self._readers[spec.key]
+        if spec not in self._readers:
+            self._readers[spec] = self._make_reader(spec, batch)
+        reader = self._readers[spec]
         size = batch * spec.block_bytes
         return _find_rate(size, lambda: self._begin_batch(reader, spec, batch)())
 

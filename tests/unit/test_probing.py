@@ -70,11 +70,11 @@ def make_measurements(**changes: Any) -> Measurements:
     )  # fmt: skip
     found = Measurements(
         machine=machine, storage=storage, threads=2,
-        bandwidth={1: [10e9, 11e9, 12e9], 2: [19e9, 20e9, 21e9]}, steps=STEPS,
-        step_s={step.key: [1.0e-4, 1.1e-4, 1.2e-4] for step in STEPS}, reads=READS,
-        read_bytes_s={spec.key: [3e8, 3.1e8, 3.2e8] for spec in READS},
+        bandwidth={1: [10e9, 11e9, 12e9], 2: [19e9, 20e9, 21e9]},
+        step_s={step: [1.0e-4, 1.1e-4, 1.2e-4] for step in STEPS},
+        read_bytes_s={spec: [3e8, 3.1e8, 3.2e8] for spec in READS},
         latency_s=[33e-6, 34e-6, 35e-6],
-        overlap={READS[1].key: [0.4, 0.5, 0.6], READS[3].key: [0.8] * 3},
+        overlap={READS[1]: [0.4, 0.5, 0.6], READS[3]: [0.8] * 3},
         steady_s=[1.0] * 95 + [1.5] * 5,
     )  # fmt: skip
     return dataclasses.replace(found, **changes)
@@ -147,7 +147,7 @@ def test_spread_explains_a_difference_that_is_within_it() -> None:
 
 def test_figures_that_differ_are_named_and_the_machine_called_noisy() -> None:
     old = make_device("my", make_measurements())
-    slower = {spec.key: [3e8, 3.1e8, 3.2e8] for spec in READS} | {READS[0].key: [1e8, 1e8, 1e8]}
+    slower = {spec: [3e8, 3.1e8, 3.2e8] for spec in READS} | {READS[0]: [1e8, 1e8, 1e8]}
     lines = write_rows(
         compare_devices(old, make_device("my", make_measurements(read_bytes_s=slower)))
     )
@@ -158,7 +158,7 @@ def test_figures_that_differ_are_named_and_the_machine_called_noisy() -> None:
 
 def test_shares_and_latencies_are_compared_by_their_own_spread() -> None:
     old = make_device("my", make_measurements())
-    hidden = {READS[1].key: [0.0, 0.1, 0.2], READS[3].key: [0.75] * 3}
+    hidden = {READS[1]: [0.0, 0.1, 0.2], READS[3]: [0.75] * 3}
     new = make_device("my", make_measurements(overlap=hidden, latency_s=[50e-6] * 3))
     rows = {row.label: row for row in compare_devices(old, new)}
     queued, threads = (
@@ -193,11 +193,11 @@ def test_reads_are_timed_for_every_setting(tmp_path: Path, monkeypatch: pytest.M
     found = bench.measure(specs, 2)
     latency = bench.measure_latency(2)
     overlap = bench.measure_overlap(specs[:2], lambda: None, 2)
-    assert set(overlap) == {spec.key for spec in specs[:2]}
+    assert set(overlap) == set(specs[:2])
     for shares in overlap.values():
         assert len(shares) == 2 and all(0.0 <= share <= 1.0 for share in shares)
     bench.close()
-    assert set(found) == {spec.key for spec in specs}
+    assert set(found) == set(specs)
     assert all(len(rates) == 2 and min(rates) > 0 for rates in found.values())
     assert len(latency) == 2 and min(latency) > 0
 
@@ -256,11 +256,9 @@ def make_unit(**changes: Any) -> UnitMeasurements:
         memory_bytes=None, fp16=True, compute_units=6, max_array_bytes=1 << 30,
         shared_bytes=32 << 10,
     )  # fmt: skip
-    seconds = {step.key: [2e-3, 2.1e-3, 2.2e-3] for step in GPU_STEPS}
-    seconds[GPU_STEPS[0].key] = [1e-4, 1.1e-4, 1.2e-4]
-    return UnitMeasurements(
-        facts=dataclasses.replace(facts, **changes), steps=GPU_STEPS, step_s=seconds
-    )
+    seconds = {step: [2e-3, 2.1e-3, 2.2e-3] for step in GPU_STEPS}
+    seconds[GPU_STEPS[0]] = [1e-4, 1.1e-4, 1.2e-4]
+    return UnitMeasurements(facts=dataclasses.replace(facts, **changes), step_s=seconds)
 
 
 def make_device_with(*units: UnitMeasurements) -> Device:
@@ -328,7 +326,7 @@ def test_units_that_cannot_be_measured_are_named_with_the_reason(
 def make_worker(survey: Survey) -> Any:
     class Finding:
         def __init__(self, *_: object) -> None:
-            self.measured = {step.key: [1e-3] for step in GPU_STEPS}
+            self.measured = {step: [1e-3] for step in GPU_STEPS}
 
         def __enter__(self) -> Finding:
             return self
@@ -381,16 +379,14 @@ def test_kernels_that_are_measured_compute_what_numpy_does(api: Api) -> None:
     ids=["nothing", "faster than a cache", "possible"],
 )
 def test_impossible_times_do_not_count(times: list[float], kept: int) -> None:
-    key = STEPS[0].key
-    found = make_measurements(step_s={**make_measurements().step_s, key: times})
+    found = make_measurements(step_s={**make_measurements().step_s, STEPS[0]: times})
     (kernel,) = (x for x in make_device("mine", found).units["cpu"].kernels if x.kernel == "gather")
     assert kernel.time == pytest.approx(1.0e-4, rel=0.1) and kernel.samples == kept
 
 
 def test_a_step_without_a_possible_time_is_refused() -> None:
     """8 MiB in 1 ns is no figure of a machine but of other work on it."""
-    key = STEPS[0].key
-    found = make_measurements(step_s={**make_measurements().step_s, key: [0.0, 1e-9]})
+    found = make_measurements(step_s={**make_measurements().step_s, STEPS[0]: [0.0, 1e-9]})
     with pytest.raises(UserError, match="no possible time was measured of gather 256") as caught:
         make_device("mine", found)
     assert caught.value.diagnostics[0].code == "P343"
@@ -399,8 +395,6 @@ def test_a_step_without_a_possible_time_is_refused() -> None:
 def test_threads_that_wake_at_once_have_no_figure() -> None:
     step = StepFacts(kernel="wake", size=2000, read_bytes=None, operations=None)
     usual = make_measurements()
-    found = make_measurements(
-        steps=(*usual.steps, step), step_s={**usual.step_s, step.key: [0.0, 0.0]}
-    )
+    found = make_measurements(step_s={**usual.step_s, step: [0.0, 0.0]})
     kernels = make_device("mine", found).units["cpu"].kernels
     assert [item.kernel for item in kernels] == ["gather", "dense", "look-up"]

@@ -103,8 +103,8 @@ def test_every_step_that_is_announced_is_measured(
     model = synthetic.make_model(SIZES)
     probed = Probed(model=model, sizes=SIZES, arena=arena, used_bytes=432, loops=make_loops())
     steps = TokenSteps(FakeExecutor(), probed, variety)  # type: ignore[arg-type]
-    facts = steps.list_facts()
-    assert {item.key for item in facts} == set(steps.measure())
+    facts = steps.steps
+    assert set(facts) == set(steps.measure())
     assert {(item.kv, item.activations) for item in facts} == {(variety.kv, variety.activations)}
     assert ("predict-gate" in {item.kernel for item in facts}) is variety.has_gates
 

@@ -15,7 +15,7 @@ from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.toml.text import write_key, write_value
 from pi2.probing.document import describe_device
 from pi2.probing.probe import KernelRecipe, Measurements
-from pi2.probing.steps import GATES, USUAL, Key, StepFacts
+from pi2.probing.steps import GATES, USUAL, add_figures
 from pi2.probing.storage import StorageBench, list_overlaps, list_reads, open_sample
 from pi2.probing.tokens import LARGE, SMALL
 from pi2.progress import ignore_progress
@@ -95,53 +95,39 @@ def write_probe(
 
 def measure(place: Path, recipes: Sequence[KernelRecipe], rounds: int) -> Measurements:
     """Measure everything ``rounds`` times, kernels after all else."""
-    machine, storage = detect_machine(), inspect_storage(place)
-    threads = recipes[0].threads if recipes else machine.cores
+    machine = detect_machine()
+    found = Measurements(
+        machine=machine,
+        storage=inspect_storage(place),
+        threads=recipes[0].threads if recipes else machine.cores,
+        read_work="numpy maximum",
+        steady_work="the maximum of 8 MiB",
+    )
     loops = load_host_loops(ignore_progress, machine.features)
-    bandwidth: dict[int, list[float]] = {}
-    rates: dict[Key, list[float]] = {}
-    latency_s: list[float] = []
-    overlap: dict[Key, list[float]] = {}
-    steps, step_s = list[StepFacts](), dict[Key, list[float]]()
     with open_sample(place) as (path, size):
         bench = StorageBench(str(path), size, loops)
-        reads = list_reads(size, storage.direct.align_bytes or 512)
+        reads = list_reads(size, found.storage.direct.align_bytes or 512)
         try:
             for _ in range(rounds):
-                for count in sorted({1, threads // 2 or 1, threads}):
+                for count in sorted({1, found.threads // 2 or 1, found.threads}):
                     meter = BandwidthMeter(count, METER_BYTES)
-                    bandwidth.setdefault(count, []).append(max(meter.measure()))
+                    found.bandwidth.setdefault(count, []).append(max(meter.measure()))
                     meter.close()
-                for key, values in bench.measure(reads, 1).items():
-                    rates.setdefault(key, []).extend(values)
-                latency_s += bench.measure_latency(1)
+                add_figures(found.read_bytes_s, bench.measure(reads, 1))
+                found.latency_s += bench.measure_latency(1)
         finally:
             bench.close()
         for recipe in recipes:
             kernels = recipe(ignore_progress)
             try:
-                steps += kernels.list_steps()
-                step_s |= kernels.measure(rounds)
+                add_figures(found.step_s, kernels.measure(rounds))
                 if recipe is recipes[0]:
                     kernels.open_storage(str(path), size)
-                    overlap = kernels.measure_overlap(list_overlaps(reads), rounds)
+                    found.overlap |= kernels.measure_overlap(list_overlaps(reads), rounds)
             finally:
                 kernels.close()
-    return Measurements(
-        machine=machine,
-        storage=storage,
-        threads=threads,
-        bandwidth=bandwidth,
-        read_work="numpy maximum",
-        steps=tuple(steps),
-        step_s=step_s,
-        reads=tuple(spec for spec in reads if spec.key in rates),
-        read_bytes_s=rates,
-        latency_s=latency_s,
-        overlap=overlap,
-        steady_s=measure_steady(),
-        steady_work="the maximum of 8 MiB",
-    )
+    found.steady_s += measure_steady()
+    return found
 
 
 def measure_steady() -> list[float]:
