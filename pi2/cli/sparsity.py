@@ -173,7 +173,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
                 goal=goal,
                 overrides=plan.settings,
                 max_error=None if given.error is None else parse_share(given.error, "--error"),
-                partial=partial,
+                unfinished=partial,
                 progress=progress,
             )
     except KeyboardInterrupt:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from math import log, log2
 from pathlib import Path
 from statistics import NormalDist
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import AfterValidator
 
 from pi2.arrays import F64
-from pi2.caches import read_regular
 from pi2.costs.constants import Constants
 from pi2.costs.hotness import (
     CLASSES,
@@ -25,13 +24,14 @@ from pi2.costs.hotness import (
     halve,
     make_counted,
     measure_skew,
-    read_counts,
+    read_shares,
     unite_chances,
     unite_chosen,
     unite_hotness,
     weigh_hot,
     weigh_shifts,
 )
+from pi2.importing.conversion_job import read_summary
 from pi2.plan.documents.model import Model
 
 PredictorMode = Literal["none", "gate", "low-rank", "router"]
@@ -310,7 +310,7 @@ def _describe_single(
         return _make_layers(model, [(active, 1.0)] * layers, spread), source
     counts = None
     if store is not None and mode != "none":
-        counts = read_counts(store, layers, model.layer_neurons)
+        counts = read_shares(store, layers, model.layer_neurons)
     if counts is not None:
         source = "the store's counted activations"
     made: dict[LayerStatistics, LayerActivity] = {}
@@ -398,37 +398,33 @@ class LayerStatistics:
     """What a store says of a layer."""
 
     active: float
-    gate_positive: float
-    predicted: float
-    skew: float
+    gate_positive: float | None = None
+    predicted: float | None = None
+    skew: Annotated[float, AfterValidator(lambda skew: round(skew, 3))]
+    """Rounded, so that layers that are nearly alike share their distribution."""
 
     def named(self, mode: PredictorMode) -> float:
-        return {"gate": self.gate_positive, "low-rank": self.predicted}.get(mode, 1.0)
+        if mode not in ("gate", "low-rank"):
+            return 1.0
+        stated = self.gate_positive if mode == "gate" else self.predicted
+        return self.active if stated is None else stated
 
     def opened(self, mode: PredictorMode) -> float:
-        return min(1.0, self.gate_positive / max(self.named(mode), 1e-9))
+        return min(1.0, self.named("gate") / max(self.named(mode), 1e-9))
 
     def fired(self, mode: PredictorMode) -> float:
         return min(1.0, self.active / max(self.named(mode), 1e-9))
 
 
+@dataclass(frozen=True, slots=True)
+class _Statistics:
+    layers: tuple[LayerStatistics, ...]
+
+
 def read_statistics(store: Path, layers: int) -> Sequence[LayerStatistics] | None:
     """Layers of ``statistics.json``; None where there is no such file, or not for this model."""
-    try:
-        document = json.loads(read_regular(store / "statistics.json"))
-        found = [
-            LayerStatistics(
-                active=float(item["active"]),
-                gate_positive=float(item.get("gate_positive", item["active"])),
-                predicted=float(item.get("predicted", item["active"])),
-                # Rounded, so that layers that are nearly alike share their distribution.
-                skew=round(float(item["skew"]), 3),
-            )
-            for item in document["layers"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if len(found) == layers else None
+    found = read_summary(store, _Statistics)
+    return None if found is None or len(found.layers) != layers else found.layers
 
 
 def _read_model(model: Model, mode: PredictorMode, constants: Constants) -> tuple[float, float]:

@@ -20,6 +20,8 @@ from statistics import NormalDist
 import numpy as np
 
 from pi2.arrays import F64
+from pi2.diagnostics import UserError
+from pi2.importing.conversion_job import ACTIVATIONS, read_counts
 
 _NORMAL = NormalDist()
 _MOST_LIMIT = 16.0
@@ -299,16 +301,15 @@ def compute_hit_chances(
     return hits
 
 
-COUNTS_FILE = "activations.parquet"
 _RARE = 4
 """Counts up to which chance decides them."""
 _ENOUGH = 30
 """Neurons with a count from which their number is known well enough."""
 
 
-def read_counts(store: Path, layers: int, neurons: int) -> F64 | None:
+def read_shares(store: Path, layers: int, neurons: int) -> F64 | None:
     """Share of tokens that activate each neuron [layers, neurons], hottest first, or None."""
-    path = store / COUNTS_FILE
+    path = store / ACTIVATIONS
     if not path.is_file():
         return None
     return _read_counts(path, path.stat().st_mtime_ns, layers, neurons)
@@ -316,22 +317,15 @@ def read_counts(store: Path, layers: int, neurons: int) -> F64 | None:
 
 @lru_cache(maxsize=4)
 def _read_counts(path: Path, _changed: int, layers: int, neurons: int) -> F64 | None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
-        table = pq.read_table(path, columns=["layer", "neuron", "count"])
-        tokens = int((table.schema.metadata or {}).get(b"tokens", b"0"))
-        places = np.asarray(table["layer"]).astype(np.int64) * neurons
-        places += np.asarray(table["neuron"])
-        counts = np.zeros(layers * neurons)
-        counts[places] = np.asarray(table["count"])
-    except (OSError, ValueError, KeyError, IndexError, pa.ArrowException):
+        counts, notes = read_counts(path, layers, neurons)
+        tokens = int(notes.get("tokens", "0"))
+    except (UserError, ValueError):
         return None
     if tokens <= 0:
         return None
-    rows = counts.reshape(layers, neurons)
-    shares = np.minimum(np.stack([_expect_counts(row) for row in rows]) / tokens, 1.0)
+    expected = [_expect_counts(row) for row in counts.astype(np.float64)]
+    shares = np.minimum(np.stack(expected) / tokens, 1.0)
     shares.sort(axis=1)
     return np.asarray(shares[:, ::-1])
 

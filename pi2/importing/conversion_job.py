@@ -1,13 +1,17 @@
-"""What a conversion writes, in which order, and the key by which its files are known again."""
+"""What a conversion writes, in which order, and the key by which its files are known again; tables
+of how often neurons fire, which say the order."""
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from pi2.arrays import I32, I64
 from pi2.caches import check_regular, read_regular
@@ -110,41 +114,97 @@ def note_identity(store: NeuronStore) -> dict[str, str]:
     return {MODEL_NOTE: store.manifest.model.id, WEIGHTS_NOTE: identify_weights(store.tensors)}
 
 
-def read_counts(path: Path, layers: int, neurons: int) -> I64:
-    """Counts of a Parquet file, int64 [layers, neurons]; `UserError` P540 for another's."""
+SUMMARY = "statistics.json"
+ACTIVATIONS = "activations.parquet"
+COACTIVATIONS = "coactivations.parquet"
+
+Summary = TypeVar("Summary")
+
+
+def read_summary(folder: Path, kind: type[Summary]) -> Summary | None:
+    """``statistics.json`` as the dataclass ``kind``; None if there is none that can be read."""
+    try:
+        return TypeAdapter(kind).validate_json(read_regular(folder / SUMMARY))
+    except (OSError, ValueError):
+        return None
+
+
+def encode_table(columns: Mapping[str, object], notes: Mapping[str, str]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = ("layer", "neuron", "count")
+    buffer = io.BytesIO()
+    table = pa.table(columns).replace_schema_metadata(notes)
+    pq.write_table(table, buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+Columns = dict[str, npt.NDArray[Any]]
+
+
+def read_table(
+    path: Path, types: Mapping[str, str], refuse: Callable[[str], UserError]
+) -> tuple[Columns, dict[str, str]]:
+    """Columns of a Parquet file by name, as Arrow's ``types``, and its notes. FileNotFoundError;
+    `UserError` of ``refuse`` with the reason if it has none such."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         check_regular(path)
-        table = pq.read_table(path, columns=list(columns))
-        if any(table.column(name).null_count for name in columns):
+        table = pq.read_table(path, columns=list(types))
+        if any(table.column(name).null_count for name in types):
             raise ValueError("a value is missing")
-        layer, neuron, count = (table.column(name).cast(pa.int64()).to_numpy() for name in columns)
+        found = {
+            name: table.column(name).cast(pa.type_for_alias(kind)).to_numpy()
+            for name, kind in types.items()
+        }
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise refuse(reason) from None
+    notes = (table.schema.metadata or {}).items()
+    return found, {x.decode("utf-8", "replace"): y.decode("utf-8", "replace") for x, y in notes}
+
+
+def read_counts(path: Path, layers: int, neurons: int | None = None) -> tuple[I64, dict[str, str]]:
+    """Counts of a Parquet file, int64 [layers, neurons], and its notes; `UserError` P540 for
+    another model's. None: as many neurons as it has."""
+    try:
+        columns, notes = read_table(
+            path, dict.fromkeys(("layer", "neuron", "count"), "int64"), lambda x: _refuse(path, x)
+        )
     except FileNotFoundError:
         raise UserError.of(
             "P540",
             f"no activation counts at {path}",
             help="record them: `pi2 activations PLAN --text FILE -o STATS`",
         ) from None
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise _bad_counts(path, reason) from None
+    layer, neuron, count = columns.values()
+    neurons = len(layer) // layers if neurons is None else neurons
     if len(layer) != layers * neurons:
         problem = f"{len(layer)} rows, not one for each of {layers} layers x {neurons} neurons"
-        raise _bad_counts(path, problem)
+        raise _refuse(path, problem)
     inside = (layer >= 0) & (layer < layers) & (neuron >= 0) & (neuron < neurons)
     if not inside.all():
-        raise _bad_counts(path, f"a layer or neuron outside of {layers} x {neurons}")
+        raise _refuse(path, f"a layer or neuron outside of {layers} x {neurons}")
     place = layer * neurons + neuron
     if len(np.unique(place)) != len(place):
-        raise _bad_counts(path, "a neuron that is listed twice")
+        raise _refuse(path, "a neuron that is listed twice")
     if (count < 0).any():
-        raise _bad_counts(path, "a negative count")
+        raise _refuse(path, "a negative count")
     counts = np.empty(layers * neurons, np.int64)
     counts[place] = count
-    return counts.reshape(layers, neurons)
+    return counts.reshape(layers, neurons), notes
+
+
+def _refuse(path: Path, problem: str) -> UserError:
+    return UserError.of(
+        "P540",
+        f"{path} does not have the activation counts of this model: {problem}",
+        help="give a Parquet file with the columns layer, neuron and count",
+    )
 
 
 def order_neurons(counts: I64) -> I32:
@@ -180,14 +240,6 @@ def group_experts(order: I32, ffn: int, bands: int = EXPERT_BANDS) -> I32:
     return order[np.lexsort((owners, band))]
 
 
-def _bad_counts(path: Path, problem: str) -> UserError:
-    return UserError.of(
-        "P540",
-        f"{path} does not have the activation counts of this model: {problem}",
-        help="give a Parquet file with the columns layer, neuron and count",
-    )
-
-
 def read_extra_files(
     source: Checkpoint, model: Model, activations: Path | None, extras: Mapping[str, Path]
 ) -> dict[str, bytes]:
@@ -208,7 +260,7 @@ def read_extra_files(
         contents[f"chat_template.{label}.jinja"] = template
     paths = dict(extras)
     if activations is not None:
-        paths["activations.parquet"] = activations
+        paths[ACTIVATIONS] = activations
     for path, file in paths.items():
         contents[path] = read_given(file)
     if name not in contents:
@@ -262,7 +314,7 @@ def choose_order(model: Model, activations: Path | None) -> I32:
     layers, neurons = model.shape.layers, model.layer_neurons
     if activations is None:
         return np.tile(np.arange(neurons, dtype=np.int32), (layers, 1))
-    orders = order_neurons(read_counts(activations, layers, neurons))
+    orders = order_neurons(read_counts(activations, layers, neurons)[0])
     if name_order(model, activations) != "hotness":
         bands = count_bands(model)
         orders = np.stack([group_experts(order, model.shape.ffn, bands) for order in orders])

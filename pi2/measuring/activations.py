@@ -16,10 +16,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import time
-import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,20 @@ import numpy.typing as npt
 from pi2.arrays import F32, I32, I64, Bits
 from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
-from pi2.caches import check_regular, read_regular, replace_file
+from pi2.caches import replace_file
 from pi2.diagnostics import UserError
 from pi2.engine.parts import DenseObserver, Routing
-from pi2.importing.conversion_job import note_identity, read_counts
+from pi2.importing.conversion_job import (
+    ACTIVATIONS,
+    COACTIVATIONS,
+    SUMMARY,
+    encode_table,
+    note_identity,
+    read_counts,
+    read_summary,
+)
 from pi2.importing.quantizers import MOMENTS, name_moments
-from pi2.measuring.texts import Passages
+from pi2.measuring.texts import Passages, Unfinished, run_windows
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
@@ -103,6 +110,12 @@ class Counts:
         names = ("fired", "groups", "together", "moments")
         return {name: getattr(self, name) for name in names}
 
+    def restore(self, windows: int, found: Mapping[str, npt.NDArray[Any]]) -> int:
+        """Go on from the sums of ``windows``; return their number."""
+        for name, array in self.list_sums().items() if windows else ():
+            array[...] = found[name]
+        return windows
+
 
 def find_active(activations: F32, largest: float | None) -> Bits:
     """Which of ``activations`` [T, neurons] count as active."""
@@ -124,13 +137,7 @@ def measure_skew(fired: I64) -> float:
     return float(np.searchsorted(sums, 0.8 * total) + 1) / len(fired)
 
 
-SUMMARY = "statistics.json"
-ACTIVATIONS = "activations.parquet"
-COACTIVATIONS = "coactivations.parquet"
 UNFINISHED = "unfinished.npz"
-
-SAVE_S = 20.0
-"""Time between two savings of an unfinished recording."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,18 +216,10 @@ def record_activations(
         known = _prepare_folder(folder, job, replace=replace)
         if known is not None:
             return known
-        first = _restore(folder, job, counts)
-        saved, pause_s = time.monotonic(), SAVE_S
-        for number in range(first, len(windows)):
-            progress("recording", number / len(windows))
-            for _ in model.iterate_logits(windows[number].tokens):
-                pass
-            if time.monotonic() - saved > pause_s:
-                saving = time.monotonic()
-                _save(folder, job, number + 1, counts)
-                saved = time.monotonic()
-                # Moments are large: most of the time is for counting.
-                pause_s = max(SAVE_S, 20 * (saved - saving))
+        kept = Unfinished(folder / UNFINISHED, _write, compresses=False)
+        first = counts.restore(kept.begin(job), kept.arrays)
+        for done in run_windows(model, windows, partial(progress, "recording"), first=first):
+            kept.keep_windows(done, counts.list_sums)
         original = np.stack([layer.original for layer in model.store.layers])
         summary = summarise_counts(counts, model.plan.model, job)
         notes = note_identity(model.store)
@@ -233,7 +232,7 @@ def record_activations(
             np.save(buffer, moments / summary.tokens)
             _write(path, buffer.getvalue())
         _write(folder / SUMMARY, json.dumps(asdict(summary), indent=1).encode() + b"\n")
-        (folder / UNFINISHED).unlink(missing_ok=True)
+        kept.drop()
     return summary
 
 
@@ -260,19 +259,6 @@ def summarise_counts(counts: Counts, model: Model, job: str) -> Statistics:
         skew=float(np.mean([layer.skew for layer in layers])),
         layers=layers,
     )
-
-
-def read_statistics(folder: Path) -> Statistics | None:
-    """The summary in ``folder``; None if there is none that can be read."""
-    try:
-        found: dict[str, Any] = json.loads(read_regular(folder / SUMMARY))
-        layers = tuple(
-            LayerStatistics(**{**layer, "batches": tuple(layer["batches"])})
-            for layer in found.pop("layers")
-        )
-        return Statistics(**found, layers=layers)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def encode_activations(counts: Counts, original: I32, identity: Mapping[str, str]) -> bytes:
@@ -308,19 +294,9 @@ def encode_coactivations(counts: Counts, original: I32, identity: Mapping[str, s
     return encode_table(columns, notes)
 
 
-def encode_table(columns: Mapping[str, object], notes: Mapping[str, str]) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    buffer = io.BytesIO()
-    table = pa.table(columns).replace_schema_metadata(notes)
-    pq.write_table(table, buffer, compression="zstd")
-    return buffer.getvalue()
-
-
 def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | None:
     """Make the folder; returns the statistics if this very job has finished before."""
-    known = read_statistics(folder)
+    known = read_summary(folder, Statistics)
     if known is not None and not replace:
         if known.job == job:
             return known
@@ -344,28 +320,6 @@ def _prepare_folder(folder: Path, job: str, *, replace: bool) -> Statistics | No
     return None
 
 
-def _save(folder: Path, job: str, done: int, counts: Counts) -> None:
-    buffer = io.BytesIO()
-    notes: dict[str, Any] = {"job": job, "done": done, **counts.list_sums()}
-    np.savez(buffer, **notes)
-    _write(folder / UNFINISHED, buffer.getvalue())
-
-
-def _restore(folder: Path, job: str, counts: Counts) -> int:
-    """Fill ``counts`` from an interrupted run of the same job; returns the windows it has done."""
-    try:
-        with np.load(folder / UNFINISHED) as found:
-            if str(found["job"]) != job:
-                return 0
-            for name, array in counts.list_sums().items():
-                array[...] = found[name]
-            return int(found["done"])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        for array in counts.list_sums().values():
-            array[...] = 0
-        return 0
-
-
 def _write(path: Path, data: bytes) -> None:
     """Write a file whole or not at all; UserError P666 if the system refuses."""
     try:
@@ -385,8 +339,7 @@ def _explain(path: Path, error: OSError) -> UserError:
 def draw_activations(folder: Path, statistics: Statistics, file_format: str) -> bytes:
     """Draw hotness curves and skew of all layers; UserError P632, P633, P540."""
     layers = len(statistics.layers)
-    rows = count_rows(folder / ACTIVATIONS)
-    counts = read_counts(folder / ACTIVATIONS, layers, rows // layers)
+    counts, _ = read_counts(folder / ACTIVATIONS, layers)
     figure = make_figure(13, 4)
     left, middle, right = figure.subplots(1, 3)
     colours = pick_colours(layers)
@@ -409,15 +362,3 @@ def draw_activations(folder: Path, statistics: Statistics, file_format: str) -> 
     add_legend(right, title="tokens in\na batch")
     figure.suptitle(f"{statistics.model}: {statistics.tokens} tokens")
     return save_figure(figure, file_format)
-
-
-def count_rows(file: Path) -> int:
-    """Rows of a Parquet file; UserError P540 if it is none."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        check_regular(file)
-        return int(pq.read_metadata(file).num_rows)
-    except (OSError, pa.ArrowException) as error:
-        raise UserError.of("P540", f"{file} is not a Parquet file: {error}") from None

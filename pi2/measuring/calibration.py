@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pi2.backends.executor import Executor
@@ -18,8 +19,9 @@ from pi2.measuring.magnitudes import (
     LayerMagnitudes,
     MagnitudeObserver,
     compute_magnitudes,
+    list_arrays,
 )
-from pi2.measuring.texts import Passages, Scores, Window, join_scores, score_windows
+from pi2.measuring.texts import Passages, Scores, Window, join_scores, run_windows, score_windows
 from pi2.orchestrator import load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.checking.rules.stated import explain_method
@@ -182,11 +184,11 @@ def calibrate_thresholds(
     goal: Goal | None = None,
     overrides: Mapping[str, object] | None = None,
     max_error: float | None = None,
-    partial: Path | None = None,
+    unfinished: Path | None = None,
     progress: Progress = ignore_progress,
 ) -> Calibration:
     """Calibrate thresholds on nine tenths of every text, judge them by generating over windows of
-    the rest until the error is small; ``partial`` keeps findings for a resumed call. UserError
+    the rest until the error is small; ``unfinished`` keeps findings for a resumed call. UserError
     P257, P660-P662, P668 without a goal, P669 if no target keeps the loss, P679 for too little
     text."""
     settings = dict(overrides or {})
@@ -195,7 +197,7 @@ def calibrate_thresholds(
     digest = hashlib.sha256("\0".join(passages.texts).encode()).hexdigest()
     judged = passages.hold_out(16)
     asked = (digest, chosen_goal.method, passages.context, passages.count, judged.count, max_error)
-    kept = KeptFindings(partial, asked)
+    kept = KeptFindings(unfinished, asked)
     job = _Job(plan, settings, chosen_goal, kept, progress)
     found = job.observe(dense_settings, passages.learned, judged)
     numbers = itertools.count(1)
@@ -279,25 +281,17 @@ class _Job:
             progress=self.progress,
             make_observer=observe,
         ) as model:
-            cut = learned.cut(model)
-            done = self.kept.restore(model.plan.digest, observer.layers)
-            for number, window in enumerate(cut):
-                self.progress("counting", number / len(cut))
-                if number >= done:
-                    for _ in model.iterate_logits(window.tokens):
-                        pass
-                    self.kept.note_windows(
-                        number + 1, observer.layers, is_last=number + 1 == len(cut)
-                    )
+            cut, layers = learned.cut(model), observer.layers
+            first = self.kept.restore(model.plan.digest, layers)
+            for done in run_windows(model, cut, partial(self.progress, "counting"), first=first):
+                find = partial(list_arrays, layers)
+                self.kept.keep_windows(done, find, is_last=done == len(cut))
             model._parts.executor.observe(None)
             windows = judged.cut(model)
-            kept = self.kept.find_scores("dense")
-            if kept is not None:
+            if kept := self.kept.find_scores("dense"):
                 dense, _ = kept
             else:
-                dense = score_windows(
-                    model, windows, "prefill", lambda share: self.progress("dense", share)
-                )
+                dense = score_windows(model, windows, "prefill", partial(self.progress, "dense"))
                 self.kept.note_scores("dense", dense)
             tokens = sum(len(window.tokens) for window in cut)
             return _Observed(model.plan, observer.list_layers(), tokens, windows, dense)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ from pi2.backends.reference.instructions.products import list_pairs, read_inputs
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.quantize import Wish, name_matrices, quantize_checkpoint
 from pi2.importing.quantizers import Importance, name_experts
-from pi2.measuring.texts import Passages, read_texts
+from pi2.measuring.texts import Passages, read_texts, run_windows
 from pi2.orchestrator import load
 from pi2.plan.documents.model import Model
 from pi2.progress import Progress, ignore_progress
@@ -56,10 +57,8 @@ def record_importance(
         with load(plan, progress=progress) as loaded:
             windows = Passages(read_texts(texts), context=context, count=WINDOWS).cut(loaded)
             recorder = _Recorder(cast("BlockModel", loaded._parts.model.program))
-            for number, window in enumerate(windows):
-                for _ in loaded.iterate_logits(window.tokens):
-                    pass
-                progress("calibrating", (number + 1) / len(windows))
+            for _ in run_windows(loaded, windows, partial(progress, "calibrating")):
+                pass
     sums: dict[str, F32] = {}
     for name, found in recorder.sums.items():
         matrix = name_experts(names.get(name, name)) if len(found) > 1 else names.get(name, name)

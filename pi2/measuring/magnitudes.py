@@ -4,11 +4,8 @@ them while a calibration goes on."""
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import time
-import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,10 @@ from pi2.arrays import F32, F64, I64, U8
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.neurons import activate
 from pi2.engine.parts import Routing
-from pi2.measuring.texts import Scores
+from pi2.measuring.texts import Scores, Unfinished
 from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import LayerThresholds
 from pi2.plan.weights.bundles import slice_bias, unpack_part
-from pi2.sharing.fetching import write_atomically
 
 _FINE_SHIFT = 17
 """Bits of a float32 below its sign, exponent and the first 6 of its mantissa."""
@@ -207,95 +203,56 @@ def _shorten(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-FORMAT = 1
-PAUSE_S = 20.0
-"""Time between two writes while windows are counted."""
+FORMAT = 2
 _PARTS = ("gates", "both", "energy")
 
 
-@dataclass(slots=True)
-class KeptFindings:
+class KeptFindings(Unfinished):
     """Histograms, and scores of the dense model and of every target that was tried."""
 
-    file: Path | None
-    """None keeps nothing."""
-    asked: tuple[object, ...]
-    """Everything that the findings depend on, except the plan."""
-    _arrays: dict[str, Any] = field(default_factory=dict)
-    _key: str = ""
-    _written_s: float = field(default_factory=time.monotonic)
+    def __init__(self, file: Path | None, asked: tuple[object, ...]) -> None:
+        """``asked``: everything that the findings depend on, except the plan."""
+        super().__init__(file)
+        self._asked = asked
 
     def restore(self, digest: str, layers: dict[int, LayerMagnitudes]) -> int:
         """Fill ``layers`` with counts of the same plan and texts; return their windows."""
-        text = json.dumps([FORMAT, digest, *self.asked], default=str)
-        self._key = hashlib.sha256(text.encode()).hexdigest()
-        if self.file is None:
-            return 0
-        try:
-            with np.load(self.file, allow_pickle=False) as found:
-                if str(found["key"]) != self._key:
-                    return 0
-                self._arrays = {name: found[name] for name in found.files}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return 0
-        for name in self._arrays:
+        text = json.dumps([FORMAT, digest, *self._asked], default=str)
+        windows = self.begin(hashlib.sha256(text.encode()).hexdigest())
+        for name in self.arrays:
             kind, _, number = name.partition(".")
             if kind != "tokens":
                 continue
-            counts = [int(count) for count in self._arrays[name]]
+            counts = self.arrays[name].tolist()
             layers[int(number)] = LayerMagnitudes(
                 [
-                    Histogram(*(self._arrays[f"{part}.{number}.{expert}"] for part in _PARTS))
+                    Histogram(*(self.arrays[f"{part}.{number}.{expert}"] for part in _PARTS))
                     for expert in range(len(counts))
                 ],
                 counts,
             )
-        return int(self._arrays["windows"])
-
-    def note_windows(
-        self, count: int, layers: dict[int, LayerMagnitudes], *, is_last: bool
-    ) -> None:
-        """Keep what ``count`` windows have shown; not each time, for it takes a moment."""
-        if not is_last and time.monotonic() - self._written_s < PAUSE_S:
-            return
-        self._arrays["windows"] = np.asarray(count)
-        for number, layer in layers.items():
-            self._arrays[f"tokens.{number}"] = np.asarray(layer.tokens, np.int64)
-            for expert, histogram in enumerate(layer.experts):
-                for part in _PARTS:
-                    self._arrays[f"{part}.{number}.{expert}"] = getattr(histogram, part)
-        self._write()
+        return windows
 
     def find_scores(self, name: str) -> tuple[Scores, tuple[float, ...]] | None:
         """Scores and figures that were kept under ``name``."""
-        if f"losses.{name}" not in self._arrays:
+        if f"losses.{name}" not in self.arrays:
             return None
         losses, choices, figures = (
-            self._arrays[f"{part}.{name}"] for part in ("losses", "choices", "figures")
+            self.arrays[f"{part}.{name}"] for part in ("losses", "choices", "figures")
         )
         return Scores(losses, choices), tuple(figures.tolist())
 
     def note_scores(self, name: str, scores: Scores, figures: tuple[float, ...] = ()) -> None:
-        self._arrays |= {
-            f"losses.{name}": scores.losses,
-            f"choices.{name}": scores.choices,
-            f"figures.{name}": np.asarray(figures, np.float64),
-        }
-        self._write()
+        found = {"losses": scores.losses, "choices": scores.choices}
+        found["figures"] = np.asarray(figures, np.float64)
+        self.keep({f"{part}.{name}": values for part, values in found.items()})
 
-    def drop(self) -> None:
-        """Remove the file: everything is done."""
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
 
-    def _write(self) -> None:
-        if self.file is None:
-            return
-        content = io.BytesIO()
-        np.savez_compressed(
-            content,
-            key=np.asarray(self._key),
-            **{name: array for name, array in self._arrays.items() if name != "key"},
-        )
-        write_atomically(self.file, content.getvalue())
-        self._written_s = time.monotonic()
+def list_arrays(layers: dict[int, LayerMagnitudes]) -> dict[str, Any]:
+    """Arrays of histograms by part, layer and expert, and numbers of tokens by layer."""
+    found: dict[str, Any] = {}
+    for number, layer in layers.items():
+        found[f"tokens.{number}"] = np.asarray(layer.tokens, np.int64)
+        for expert, histogram in enumerate(layer.experts):
+            found |= {f"{part}.{number}.{expert}": getattr(histogram, part) for part in _PARTS}
+    return found

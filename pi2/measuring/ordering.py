@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Literal
 import numpy as np
 
 from pi2.arrays import F32, I32, I64, U8
-from pi2.caches import check_regular, read_regular
+from pi2.caches import read_regular
 from pi2.diagnostics import UserError
 from pi2.importing.conversion_job import (
+    ACTIVATIONS,
+    COACTIVATIONS,
     MODEL_NOTE,
     WEIGHTS_NOTE,
     check_experts,
@@ -24,8 +27,10 @@ from pi2.importing.conversion_job import (
     group_experts,
     order_neurons,
     read_counts,
+    read_summary,
+    read_table,
 )
-from pi2.measuring.activations import ACTIVATIONS, COACTIVATIONS, read_statistics
+from pi2.measuring.activations import Statistics
 from pi2.model.tensor import DenseTensor
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import join_scales
@@ -41,7 +46,9 @@ from pi2.store.writer import StoreWriter, TensorPieces, keep_groups
 
 def check_identity(file: Path, store: NeuronStore) -> None:
     """UserError P540 if ``file`` has counts of another model, by weights or else by name."""
-    notes = _read_notes(file)
+    notes: Mapping[str, str] = {}
+    with suppress(OSError, UserError):
+        notes = read_table(file, {}, lambda problem: UserError.of("P540", problem))[1]
     own = store.manifest.model.id
     named = notes.get(MODEL_NOTE)
     if WEIGHTS_NOTE in notes:
@@ -49,7 +56,7 @@ def check_identity(file: Path, store: NeuronStore) -> None:
             return
         of_whom = f"of model {named!r}" if named != own else f"of another {own!r}, by its weights"
     else:
-        summary = read_statistics(file.parent) if named is None else None
+        summary = read_summary(file.parent, Statistics) if named is None else None
         named = named if summary is None else summary.model
         if named in (None, own):
             return
@@ -59,21 +66,6 @@ def check_identity(file: Path, store: NeuronStore) -> None:
         f"{file} has counts {of_whom}, and {store.path} is a store of {own!r}",
         help="record them with this store: `pi2 activations PLAN --text FILE -o STATS`",
     )
-
-
-def _read_notes(file: Path) -> dict[str, str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        check_regular(file)
-        found = pq.read_schema(file).metadata or {}
-    except (OSError, pa.ArrowException):
-        return {}
-    return {
-        key.decode("utf-8", "replace"): value.decode("utf-8", "replace")
-        for key, value in found.items()
-    }
 
 
 Kind = Literal["hotness", "coactivation", "expert"]
@@ -103,7 +95,7 @@ def choose_orders(path: Path, kind: Kind, statistics: Path | None) -> I32:
 
 def order_by_hotness(statistics: Path, layers: int, neurons: int) -> I32:
     """Orders by hotness, int32 [layers, neurons]; UserError P540 without counts of such a model."""
-    return order_neurons(read_counts(_find_counts(statistics), layers, neurons))
+    return order_neurons(read_counts(_find_counts(statistics), layers, neurons)[0])
 
 
 def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
@@ -127,7 +119,7 @@ def order_by_expert(store: NeuronStore, statistics: Path | None) -> I32:
 
 def order_by_coactivation(statistics: Path, layers: int, neurons: int) -> I32:
     """Orders in bands of hotness, each by chains of neurons that fire together; UserError P540."""
-    counts = read_counts(_find_counts(statistics), layers, neurons)
+    counts, _ = read_counts(_find_counts(statistics), layers, neurons)
     pairs = _read_pairs(statistics / COACTIVATIONS, layers, neurons)
     borders = [0, *(round(share * neurons) for share in BANDS)]
     return np.stack(
@@ -212,17 +204,12 @@ def _find_counts(statistics: Path) -> Path:
 
 def _read_pairs(path: Path, layers: int, neurons: int) -> list[tuple[I32, I64]]:
     """Sampled neurons of each layer [s] and how often pairs fired [s, s]."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    types = dict.fromkeys(("layer", "first", "second", "count"), "int64")
     try:
-        check_regular(path)
-        table = pq.read_table(path, columns=["layer", "first", "second", "count"])
-        columns = [table.column(name).cast(pa.int64()).to_numpy() for name in table.column_names]
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise _bad_pairs(path, reason) from None
-    layer, first, second, count = columns
+        columns, _ = read_table(path, types, lambda problem: _bad_pairs(path, problem))
+    except FileNotFoundError as error:
+        raise _bad_pairs(path, str(error)) from None
+    layer, first, second, count = columns.values()
     inside = (layer >= 0) & (layer < layers) & (np.minimum(first, second) >= 0)
     if not (inside & (np.maximum(first, second) < neurons) & (count >= 0)).all():
         raise _bad_pairs(path, f"a pair outside of {layers} layers x {neurons} neurons")

@@ -18,7 +18,7 @@ from pi2.backends.protocol import BuildRequest
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import Routing
 from pi2.formats import find_packing
-from pi2.measuring.texts import Window
+from pi2.measuring.texts import Window, run_windows
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.weights.layout import GROUP, Precision, Tensor, round_up
 
@@ -93,10 +93,8 @@ class SampleRecorder:
                 experts.append(LayerSamples(inputs, packed, neurons))
             self._layers.append(experts)
             self._filled.append([0] * document.expert_count)
-        for number, window in enumerate(windows):
-            progress(number / len(windows))
-            for _ in model.iterate_logits(window.tokens):
-                pass
+        for _ in run_windows(model, windows, progress):
+            pass
         return [
             [samples.cut(filled) for samples, filled in zip(experts, counts, strict=True)]
             for experts, counts in zip(self._layers, self._filled, strict=True)

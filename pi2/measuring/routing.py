@@ -7,6 +7,7 @@ which compute every token, are left out."""
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,12 +16,10 @@ import numpy as np
 from pi2.arrays import F32, I32, I64
 from pi2.backends.executor import Executor, ExecutorObserver
 from pi2.backends.host import load_host_loops
-from pi2.caches import check_regular
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.importing.conversion_job import note_identity
-from pi2.measuring.activations import encode_table
-from pi2.measuring.texts import Passages
+from pi2.importing.conversion_job import encode_table, note_identity, read_table
+from pi2.measuring.texts import Passages, Window, run_windows
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import PolicyName
 from pi2.orchestrator import load
@@ -88,15 +87,14 @@ def record_routing(
     with load(
         plan, set=overrides, progress=progress, make_observer=lambda executor, request: None
     ) as model:
-        sequences = [window.tokens for window in passages.cut(model)]
-        trace = observe_routing(model, sequences, progress)
+        trace = observe_routing(model, passages.cut(model), progress)
         return trace, note_identity(model.store)
 
 
 def observe_routing(
-    model: LoadedModel, sequences: Sequence[Sequence[int]], progress: Progress = ignore_progress
+    model: LoadedModel, windows: Sequence[Window], progress: Progress = ignore_progress
 ) -> RoutingTrace:
-    """Note the routing of every token of ``sequences``; raises as `record_routing`."""
+    """Note the routing of every token of ``windows``; raises as `record_routing`."""
     resolved, executor = model.plan, model._parts.executor
     moe = resolved.model.moe
     if moe is None:
@@ -104,14 +102,12 @@ def observe_routing(
     observer = _RouteObserver(executor, resolved.model.shape.layers, moe.experts)
     executor.observe(observer)
     try:
-        for number, tokens in enumerate(sequences):
-            for _ in model.iterate_logits(tokens):
-                pass
-            progress("recording", (number + 1) / len(sequences))
+        for _ in run_windows(model, windows, partial(progress, "recording")):
+            pass
     finally:
         executor.observe(None)
     routes = np.stack([np.concatenate(layer) for layer in observer.routes], axis=1)
-    sizes = [len(tokens) for tokens in sequences]
+    sizes = [len(window.tokens) for window in windows]
     chosen = np.argsort(-routes, axis=2, kind="stable")[:, :, : moe.active_experts]
     return RoutingTrace(
         experts=moe.experts,
@@ -137,19 +133,19 @@ def encode_trace(trace: RoutingTrace, notes: Mapping[str, str]) -> bytes:
 
 def read_trace(path: Path) -> RoutingTrace:
     """Read a trace; `UserError` P540 if the file is none."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    try:
-        check_regular(path)
-        table = pq.read_table(path)
-        notes = table.schema.metadata or {}
-        experts = int(notes[_EXPERTS_NOTE.encode()])
-        expert_bytes = int(notes[_BYTES_NOTE.encode()])
-        sequence, token, layer, expert, weight = (
-            table.column(name).to_numpy()
-            for name in ("sequence", "token", "layer", "expert", "weight")
+    def refuse(problem: str) -> UserError:
+        return UserError.of(
+            "P540",
+            f"{path} has no routing: {problem}",
+            help="give the routing.parquet of `pi2 activations --routing`",
         )
+
+    types = dict.fromkeys(("sequence", "token", "layer", "expert"), "int64")
+    try:
+        columns, notes = read_table(path, {**types, "weight": "float"}, refuse)
+        experts, expert_bytes = int(notes[_EXPERTS_NOTE]), int(notes[_BYTES_NOTE])
+        sequence, token, layer, expert, weight = columns.values()
         tokens, layers = int(token.max()) + 1, int(layer.max()) + 1
         shape = (tokens, layers, len(token) // (tokens * layers))
         order = np.lexsort((-weight, layer, token))
@@ -164,13 +160,8 @@ def read_trace(path: Path) -> RoutingTrace:
             f"no routing at {path}",
             help="record it: `pi2 activations PLAN --text FILE --routing -o STATS`",
         ) from None
-    except (OSError, pa.ArrowException, KeyError, ValueError, ZeroDivisionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError.of(
-            "P540",
-            f"{path} has no routing: {reason}",
-            help="give the routing.parquet of `pi2 activations --routing`",
-        ) from None
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise refuse(str(error) or type(error).__name__) from None
     return RoutingTrace(
         experts=experts,
         expert_bytes=expert_bytes,

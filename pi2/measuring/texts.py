@@ -1,11 +1,15 @@
-"""Text files as token ids, cut into windows, and what models say of their tokens."""
+"""Texts as token ids, windows that models run over, scores, and a file of what was found so far."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,6 +18,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.plan.documents.model import Model
 from pi2.sandbox.tokenizer import encode_text
+from pi2.sharing.fetching import write_atomically
 from pi2.tokens.table_tokenizer import Coder
 
 
@@ -124,6 +129,78 @@ def cut_windows(
         if first < len(tokens):
             windows.append(Window(tokens, first))
     return windows
+
+
+def run_windows(
+    model: LoadedModel,
+    windows: Sequence[Window],
+    progress: Callable[[float], None] = lambda share: None,
+    *,
+    first: int = 0,
+) -> Iterator[int]:
+    """Compute all tokens of ``windows`` from the ``first`` on, for observers; yield the number of
+    computed ones after each."""
+    for number, window in enumerate(windows[first:], first):
+        progress(number / len(windows))
+        for _ in model.iterate_logits(window.tokens):
+            pass
+        yield number + 1
+
+
+PAUSE_S = 20.0
+"""Least time between two writes while windows are computed."""
+_WORK = 20
+"""Time for the work relative to a write's."""
+
+
+class Unfinished:
+    """What a job has found so far, as arrays in a file that a later call of it goes on from."""
+
+    def __init__(
+        self,
+        file: Path | None,
+        write: Callable[[Path, bytes], None] = write_atomically,
+        *,
+        compresses: bool = True,
+    ) -> None:
+        """None keeps nothing; ``compresses`` arrays with many zeros."""
+        self._file, self._write = file, write
+        self._save = np.savez_compressed if compresses else np.savez
+        self.arrays: dict[str, Any] = {}
+        self._job, self._written_s, self._pause_s = "", time.monotonic(), PAUSE_S
+
+    def begin(self, job: str) -> int:
+        """Read what the same job found; return the number of windows that it computed."""
+        self._job, self._written_s, self._pause_s = job, time.monotonic(), PAUSE_S
+        damage = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+        if self._file is not None:
+            with suppress(*damage), np.load(self._file, allow_pickle=False) as found:
+                if str(found["job"]) == job:
+                    self.arrays = {name: found[name] for name in found.files}
+        return int(self.arrays.get("windows", 0))
+
+    def keep(self, found: Mapping[str, Any]) -> None:
+        """Write ``found`` in addition to what was kept."""
+        self.arrays |= found
+        if self._file is None:
+            return
+        content, start_s = io.BytesIO(), time.monotonic()
+        self._save(content, **{**self.arrays, "job": self._job})
+        self._write(self._file, content.getvalue())
+        self._written_s = time.monotonic()
+        self._pause_s = max(PAUSE_S, _WORK * (self._written_s - start_s))
+
+    def keep_windows(
+        self, windows: int, list_found: Callable[[], Mapping[str, Any]], *, is_last: bool = False
+    ) -> None:
+        """Write what the ``windows`` computed have shown; not after each, for it takes a moment."""
+        if is_last or time.monotonic() - self._written_s > self._pause_s:
+            self.keep({"windows": windows, **list_found()})
+
+    def drop(self) -> None:
+        """Remove the file: everything is done."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
 
 Mode = Literal["prefill", "decode"]

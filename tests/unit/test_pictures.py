@@ -115,8 +115,7 @@ def test_activations_have_their_legends_beside_them(
 ) -> None:
     layers = SERIES
     counts = np.linspace(99, 0, 100) * np.ones((layers, 1))
-    monkeypatch.setattr(activations, "count_rows", lambda file: 100 * layers)
-    monkeypatch.setattr(activations, "read_counts", lambda *arguments: counts)
+    monkeypatch.setattr(activations, "read_counts", lambda *arguments: (counts, {}))
     layer = LayerStatistics(active=0.1, skew=0.2, never=0.0, batches=(0.1, 0.2, 0.3, 0.4))
     statistics = Statistics(
         model="m", job="", tokens=100, active=0.1, skew=0.2, layers=(layer,) * layers

@@ -15,11 +15,10 @@ from pi2.caches import check_regular, open_regular, read_regular
 from pi2.costs import activity
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.conversion_job import read_counts
+from pi2.importing.conversion_job import read_counts, read_summary
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
-from pi2.measuring import activations
-from pi2.measuring.activations import count_rows
+from pi2.measuring.activations import Statistics
 from pi2.measuring.ordering import repack_store
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
@@ -115,11 +114,9 @@ def test_counts_and_statistics_that_are_no_files_are_none(
     for name in ("statistics.json", "activations.parquet"):
         put(tmp_path / name)
     assert activity.read_statistics(tmp_path, 2) is None
-    assert activations.read_statistics(tmp_path) is None
+    assert read_summary(tmp_path, Statistics) is None
     with pytest.raises(UserError, match="P540"):
         read_counts(tmp_path / "activations.parquet", 2, 96)
-    with pytest.raises(UserError, match="P540"):
-        count_rows(tmp_path / "activations.parquet")
 
 
 def test_a_store_written_anew_takes_nothing_from_where_links_lead(

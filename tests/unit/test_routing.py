@@ -23,6 +23,7 @@ from pi2.measuring.routing import (
     read_trace,
     replay_trace,
 )
+from pi2.measuring.texts import Window
 from pi2.plan.documents.device import Device
 from pi2.plan.reading.references import find_document
 from pi2.store.manifest import read_manifest
@@ -76,7 +77,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trace(plan: Path) -> RoutingTrace:
     with load(plan) as model:
-        return observe_routing(model, [range(100, 100 + TOKENS)])
+        return observe_routing(model, [Window(tuple(range(100, 100 + TOKENS)), 1)])
 
 
 def test_synthetic_routers_choose_as_they_are_asked_to(trace: RoutingTrace) -> None:
@@ -93,7 +94,7 @@ def test_synthetic_routers_choose_as_they_are_asked_to(trace: RoutingTrace) -> N
 
 def test_nothing_asked_for_is_every_expert_alike(tmp_path: Path) -> None:
     with load(make_plan(tmp_path, None)) as model:
-        found = measure_locality(observe_routing(model, [range(100, 300)]))
+        found = measure_locality(observe_routing(model, [Window(tuple(range(100, 300)), 1)]))
     assert found.popular > 0.6
     assert found.reuse[1] == pytest.approx(CHOSEN / EXPERTS, abs=0.03)
 

@@ -257,7 +257,7 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
             Passages([text], context=32, count=2, held_out=1),
             goal=Goal(method="cats", target=0.5),
             max_error=9.0,
-            partial=partial,
+            unfinished=partial,
         )
         return [layer.gate for layer in found.chosen.thresholds.layers]
 

@@ -12,7 +12,6 @@ import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.conversion_job import read_counts
-from pi2.measuring import activations
 from pi2.measuring.activations import RecordingOptions, measure_skew, record_activations
 from pi2.measuring.texts import Passages
 from tests.helpers.mixtures import make_mixture_plan
@@ -61,7 +60,7 @@ def test_counts_are_those_of_the_checkpoints_neurons(
     )
     assert found.tokens == 32
     fired = observe_plainly(plan, [256, *_encode(plan, text)])
-    counts = read_counts(tmp_path / "stats/activations.parquet", 3, 96)
+    counts, _ = read_counts(tmp_path / "stats/activations.parquet", 3, 96)
     columns = read(tmp_path / "stats/activations.parquet")
     for layer in range(3):
         original = model.original[layer]
@@ -106,7 +105,7 @@ def test_an_interrupted_recording_goes_on(
 ) -> None:
     _, plan = tiny
     whole = record_activations(plan, WHOLE, tmp_path / "whole", options=OPTIONS)
-    monkeypatch.setattr(activations, "SAVE_S", -1.0)
+    monkeypatch.setattr("pi2.measuring.texts.PAUSE_S", -1.0)
 
     def interrupt(label: str, share: float) -> None:
         if label == "recording" and share > 0.5:
