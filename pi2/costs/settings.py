@@ -1,9 +1,10 @@
 """A plan's choices that time depends on, and the bytes that a layer reads for a token."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,26 +32,21 @@ from pi2.plan.weights.layout import BundleLayout, ScalesPlace, matrix_bytes, rou
 from pi2.store.manifest import Order, read_manifest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredLayout:
+class StoredLayout(NamedTuple):
     """Bundle layout of an existing neuron store."""
 
     stride: int
+    scales: ScalesPlace
     order: Order
-    scales: ScalesPlace = "inline"
 
 
 def read_stored(store: Path | None) -> StoredLayout | None:
     """Layout of a store; None where there is none, or one that cannot be read."""
-    if store is None:
-        return None
-    try:
-        manifest = read_manifest(store)
-    except UserError:
-        return None
-    return StoredLayout(
-        stride=manifest.bundle.stride, order=manifest.order, scales=manifest.bundle.scales
-    )
+    with suppress(UserError):
+        if store is not None:
+            manifest = read_manifest(store)
+            return StoredLayout(manifest.bundle.stride, manifest.bundle.scales, manifest.order)
+    return None
 
 
 def find_range_bytes(model: Model, stride: int, store: Path | None = None) -> int:

@@ -62,7 +62,7 @@ def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
     assert f"repack {planned.layout and planned.layout.store} --scales resident --stride" in text
     assert "neurons 12 KiB apart makes" in text
     small = read_model("bamboo-7b")
-    stored = StoredLayout(stride=8192, order="hotness", scales="resident")
+    stored = StoredLayout(8192, "resident", "hotness")
     assert list_layouts(ufs, small, stored) == [(8192, "inline"), (8192, "resident")]
     assert planned.layout is not None
     kept = dataclasses.replace(planned.layout, stored=stored)
@@ -96,14 +96,14 @@ def test_a_store_is_not_written_anew_for_little() -> None:
     assert free.resolved.bundle.stride == 7168
     decision = free.layout
     assert decision is not None
-    stored = StoredLayout(stride=8192, order="index")
+    stored = StoredLayout(8192, "inline", "index")
     lines = list(describe_layout(dataclasses.replace(decision, stored=stored)))
     assert any("pi2 store repack stores/bamboo-7b --stride '7 KiB'" in line for line in lines)
     assert any("pi2 store reorder" in line for line in lines)
 
 
 def test_a_stored_layout_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = StoredLayout(stride=8192, order="hotness")
+    stored = StoredLayout(8192, "inline", "hotness")
     monkeypatch.setattr("pi2.planning.planner.read_stored", lambda store: stored)
     device = make_device({"7 KiB": "280 MB/s", "8 KiB": "320 MB/s"})
     kept = plan(make_wish(device, memory_bytes=8 * GIB, store=tmp_path))
@@ -115,7 +115,7 @@ def test_a_stored_layout_is_preferred(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = StoredLayout(stride=7168, order="expert")
+    stored = StoredLayout(7168, "inline", "expert")
     for module in ("planning.planner", "planning.search", "costs.settings"):
         monkeypatch.setattr(f"pi2.{module}.read_stored", lambda store: stored)
     # 14 us for a read and 0.7 us for a KiB.
@@ -127,7 +127,7 @@ def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
     by_gap = next(item for item in chosen.decisions if item.key == "io.merge_gap")
     assert by_gap.tokens_s[0][0] == "2"
     # By hotness the experts lie mixed: there is nothing to merge, and the plan is slower.
-    stored = StoredLayout(stride=7168, order="hotness")
+    stored = StoredLayout(7168, "inline", "hotness")
     mixed = plan(wish)
     assert mixed.resolved.plan.io.merge_gap == 0
     assert mixed.cost.tokens_s < 0.95 * chosen.cost.tokens_s
