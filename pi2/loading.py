@@ -98,7 +98,10 @@ def find_pulled(reference: str) -> PulledModel | None:
     for model in list_models():
         source = model.source
         if isinstance(source, Source) and source.repository == wanted.repository:
-            if "@" not in reference or wanted.revision in (source.revision, source.commit):
+            own = wanted.file in (None, source.file)
+            if own and (
+                "@" not in reference or wanted.revision in (source.revision, source.commit)
+            ):
                 return model
     return None
 

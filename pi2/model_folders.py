@@ -422,13 +422,9 @@ def fetch_model(
     from huggingface_hub import is_offline_mode
 
     from pi2.importing.hub import find_repository, hold_folder, open_repository, parse_reference
-    from pi2.weights.file_reading import HubFile
 
-    text = model if ":" in model else f"hf:{model}"
-    if text.endswith(".gguf") and text.count("/") > 1:
-        wanted = HubFile.parse(text)
-        text, file = f"{wanted.repository}{wanted.revision}", wanted.file
-    reference = parse_reference(text)
+    reference = parse_reference(model if ":" in model else f"hf:{model}")
+    file = reference.file or file
     chosen = reference.repository.partition("/")[2] if name is None else name
     there = find_model(chosen)
     if there is not None and not replace and is_offline_mode():

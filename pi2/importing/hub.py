@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,8 +21,11 @@ from pi2.importing.families import describe_family, unwrap_config
 from pi2.importing.safetensors_file import measure_header
 from pi2.progress import ByteProgress, Progress, ignore_progress
 
-_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_REFERENCE = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w./-]{{1,200}}))?")
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+_REFERENCE = re.compile(
+    rf"hf:(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w./-]{{1,200}}?))?"
+    r"(?:/(?P<file>.+\.(?i:gguf)))?"
+)
 _WEIGHTS = (".safetensors", ".gguf", *PICKLED)
 _SMALL = (".json", ".jinja", ".model")
 _TEMPLATES = "additional_chat_templates"
@@ -33,11 +37,13 @@ class HubReference:
     """A repository of the hub, and a branch, tag or commit of it."""
 
     repository: str
-    revision: str
+    revision: str = "main"
+    file: str | None = None
+    """A GGUF file of it."""
 
 
 def parse_reference(text: str) -> HubReference:
-    """Read ``hf:ORG/NAME[@REV]``; `UserError` P760 if it is something else."""
+    """Read ``hf:ORG/NAME[@REV][/FILE.gguf]``; `UserError` P760 if it is something else."""
     match = _REFERENCE.fullmatch(text)
     if match is None or ".." in text or "--" in match["repository"]:
         raise UserError.of(
@@ -45,9 +51,9 @@ def parse_reference(text: str) -> HubReference:
             f"{text!r} is no reference to a model of the hub",
             help=f"write hf:{text}"
             if _REFERENCE.fullmatch(f"hf:{text}")
-            else "write hf:ORG/NAME or hf:ORG/NAME@REVISION",
+            else "write hf:ORG/NAME or hf:ORG/NAME@REVISION, and /FILE.gguf for one of its files",
         )
-    return HubReference(match["repository"], match["revision"] or "main")
+    return HubReference(match["repository"], match["revision"] or "main", match["file"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,22 +178,31 @@ def fetch_files(
     if repository.cached is not None:
         return repository.cached
     chosen = list(repository.sizes) if names is None else names
-    total, done, is_known = sum(repository.sizes[name] for name in chosen), 0, False
+    total, is_known = sum(repository.sizes[name] for name in chosen), False
     with explain_errors(HubReference(repository.name, repository.commit)):
         folder.mkdir(parents=True, exist_ok=True)
         check_space(repository, folder, total)
-    advance = ByteProgress(progress, "downloading", total)
-    for name in sorted(chosen, key=lambda name: (is_weight_file(name), name)):
+    ordered = sorted(chosen, key=lambda name: (is_weight_file(name), name))
+    for name, report in _list_reports(repository, ordered, progress):
         if is_weight_file(name) and not is_known:
             check_family(folder)
             is_known = True
+        fetch_file(repository, name, folder, report)
+    return folder
+
+
+def _list_reports(
+    repository: Repository, names: Sequence[str], progress: Progress
+) -> Iterator[tuple[str, Callable[[int], None]]]:
+    """Files one after the other, each with what is told how many of its bytes have come."""
+    ends = list(accumulate((repository.sizes[name] for name in names), initial=0))
+    advance = ByteProgress(progress, "downloading", ends[-1])
+    for name, done in zip(names, ends, strict=False):
 
         def report(count: int, done: int = done) -> None:
             advance(done + count)
 
-        fetch_file(repository, name, folder, report)
-        done += repository.sizes[name]
-    return folder
+        yield name, report
 
 
 def fetch_file(
@@ -247,19 +262,13 @@ def fetch_into_cache(
     """The repository's files by name, in the hub's own cache; raises as `fetch_files`."""
     from huggingface_hub import hf_hub_download
 
-    advance = ByteProgress(progress, "downloading", sum(repository.sizes.values()))
-    done, found = 0, dict[str, Path]()
-    for name, size in repository.sizes.items():
-
-        def report(count: int, done: int = done) -> None:
-            advance(done + count)
-
+    found = dict[str, Path]()
+    for name, report in _list_reports(repository, list(repository.sizes), progress):
         with explain_errors(HubReference(repository.name, repository.commit)):
             place = hf_hub_download(
                 repository.name, name, revision=repository.commit, tqdm_class=_make_bar(report)
             )
         found[name] = Path(place)
-        done += size
     return found
 
 

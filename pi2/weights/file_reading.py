@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.fitting.check import Report
+    from pi2.importing.hub import HubReference
     from pi2.plan.toml.source import Kind
     from pi2.sharing.lock import PinnedWeights
     from pi2.weights.file_plan import FileOrigin
@@ -25,37 +25,6 @@ if TYPE_CHECKING:
 
 HUB = "hf:"
 """Begins a reference to a file of the hub: ``hf:ORG/NAME[@REVISION]/FILE.gguf``."""
-_REFERENCE = re.compile(
-    r"(?P<repository>hf:[\w.-]+/[\w.-]+)(?P<revision>@[\w.-]{1,200})?/(?P<file>.+\.gguf)",
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file of a repository of the hub."""
-
-    repository: str
-    """``hf:ORG/NAME``."""
-    revision: str
-    """A branch, tag or commit with ``@`` before it; empty for the main branch."""
-    file: str
-
-    @classmethod
-    def parse(cls, text: str) -> HubFile:
-        """Read a reference; `UserError` P760 if it is none."""
-        match = _REFERENCE.fullmatch(text)
-        if match is None or ".." in text:
-            raise UserError.of(
-                "P760",
-                f"{text!r} is no reference to a file of the hub",
-                help="write hf:ORG/NAME/FILE.gguf or hf:ORG/NAME@REVISION/FILE.gguf",
-            )
-        return cls(match["repository"], match["revision"] or "", match["file"])
-
-    def name(self, file: str) -> str:
-        """The reference of another ``file`` of the same repository."""
-        return f"{self.repository}{self.revision}/{file}"
 
 
 def find_hub_file(text: str, plan: Path) -> Path:
@@ -66,11 +35,10 @@ def find_hub_file(text: str, plan: Path) -> Path:
     reference."""
     from huggingface_hub import try_to_load_from_cache
 
-    wanted = HubFile.parse(text)
+    wanted, file = _parse_file(text)
     pinned = _find_pin(text, plan.parent)
-    revision = wanted.revision[1:] or None if pinned is None else pinned.revision
-    repository = wanted.repository.removeprefix(HUB)
-    found = try_to_load_from_cache(repository, wanted.file, revision=revision)
+    revision = wanted.revision if pinned is None else pinned.revision
+    found = try_to_load_from_cache(wanted.repository, file, revision=revision)
     if not isinstance(found, str):
         raise UserError.of(
             "P530",
@@ -88,20 +56,20 @@ def fetch_hub_file(text: str, plan: Path, progress: Progress = ignore_progress) 
 
     Raises `UserError`: P729 other bytes than the locked ones, P761 to P764 and P767 as
     `pi2.importing.hub.find_repository`."""
-    from pi2.importing.hub import HubReference, fetch_into_cache, find_repository
+    from pi2.importing.hub import fetch_into_cache, find_repository
     from pi2.sharing.lock import PinnedWeights, choose_lock, edit_lock
     from pi2.store.files import hash_file
 
-    wanted = HubFile.parse(text)
+    wanted, own = _parse_file(text)
     with edit_lock(choose_lock(plan.parent)) as edit:
         known = edit.lock.find_weights(text)
-        revision = wanted.revision[1:] or "main" if known is None else known.revision
-        reference = HubReference(wanted.repository.removeprefix(HUB), revision)
-        repository = find_repository(reference, wanted.file)
+        if known is not None:
+            wanted = replace(wanted, revision=known.revision)
+        repository = find_repository(wanted, own)
         paths = fetch_into_cache(repository, progress)
         for file, path in paths.items():
             pin = PinnedWeights(
-                reference=wanted.name(file),
+                reference=text.removesuffix(own) + file,
                 revision=repository.commit,
                 size_bytes=path.stat().st_size,
                 sha256=hash_file(path),
@@ -110,7 +78,17 @@ def fetch_hub_file(text: str, plan: Path, progress: Progress = ignore_progress) 
             if before is not None and before != pin:
                 raise _report_others(before, plan)
             edit.lock = edit.lock.pin(pin)
-    return paths[wanted.file]
+    return paths[own]
+
+
+def _parse_file(text: str) -> tuple[HubReference, str]:
+    """The reference, and the file that it names; `UserError` P760 without one."""
+    from pi2.importing.hub import parse_reference
+
+    found = parse_reference(text)
+    if found.file is None:
+        raise UserError.of("P760", f"{text!r} names no file", help=f"write {text}/FILE.gguf")
+    return found, found.file
 
 
 def list_missing(path: Path) -> Iterator[str]:
