@@ -10,10 +10,9 @@ from typing import Any
 import tomli
 
 from pi2.diagnostics import UserError
-from pi2.fitting.check import check_file
 from pi2.importing.config import Config
 from pi2.importing.families import functions
-from pi2.importing.families.interpreter import Description, Tables
+from pi2.importing.families.interpreter import Description, Tables, read_family
 from pi2.plan.documents.family import Family, MtpHead
 from pi2.plan.reading.references import list_shipped
 
@@ -126,22 +125,14 @@ def find_family(config: Config) -> Family:
     for key, most in _LIMITS.items():
         if config.has(key) and not 1 <= config.read(key, int) <= most:
             raise config.refuse(f"{key} is {config.read(key, int)}, not in 1..{most}")
-    return _read_family(file)
-
-
-def _read_family(file: Path) -> Family:
-    report = check_file(file)
-    if not report.is_sound:
-        raise report.make_error()
-    assert isinstance(report.document, Family)
-    return report.document
+    return read_family(file)
 
 
 def list_heads(config: Config) -> Iterator[MtpHead]:
     """How checkpoints of a family may name their MTP head: as its document says, or as llama.cpp's
     files of all families do, which is DeepSeek's way."""
     own = find_family(config).mtp
-    usual = _read_family(list_shipped("family")["_deep_experts"]).mtp
+    usual = read_family(list_shipped("family")["_deep_experts"]).mtp
     yield from (head for head in (own, usual) if head is not None)
 
 

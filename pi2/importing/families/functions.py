@@ -5,8 +5,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from pi2.importing.config import ACTIVATIONS, Config, Layer, describe_layers, scale_rope
-from pi2.importing.families.interpreter import Completed, Description
+from pi2.importing.config import (
+    ACTIVATIONS,
+    ROTATED_SHARE,
+    TURN_FACTOR,
+    Config,
+    Layer,
+    describe_layers,
+)
+from pi2.importing.families.interpreter import Completed, Description, read_family
+from pi2.plan.reading.references import list_shipped
 
 
 def has(scope: Completed, key: str) -> bool:
@@ -117,6 +125,54 @@ def scaled(scope: Description, key: str, default: Any) -> Any:
     return default if found is None else found
 
 
+_SHARES = ("rope_pct", "rotary_pct", "partial_rotary_factor")
+_ORIGINAL = "original_max_position_embeddings"
+_UNSCALED = ("default", "mrope", "dynamic")
+"""Kinds of scaling that leave positions as they are."""
+
+
+def _scale(
+    scope: Description, scaling: Config, theta: float, share: float | None
+) -> dict[str, Any]:
+    """The model document's table for the ``scaling`` of positions; ``share``: rotated part if none
+    is stated, None to rotate whole heads."""
+    config, family = scope.config, read_family(list_shipped("family")["_rope"])
+    kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
+    if kind not in (*_UNSCALED, *family.when, "su"):
+        raise config.refuse(f"the position scaling {kind!r} is unknown")
+    keys = (*_SHARES, _ORIGINAL, ROTATED_SHARE, TURN_FACTOR)
+    own = {key: config.values.get(key) for key in keys}
+    own |= {key: value for key, value in scaling.values.items() if value is not None}
+    own |= {"kind": kind, "theta": theta, "turned": share, "context": scope.find("shape.context")}
+    own["stated_original"] = config.values.get(_ORIGINAL)
+    described = Description(Config(config.file, own), family, sys.modules[__name__]).describe()
+    rope: dict[str, Any] = described["rope"]
+    return rope
+
+
+def rope(scope: Description) -> None:
+    """Positions as one table of the configuration states them, or older keys."""
+    scaling = _find_scaling(scope.config)
+    theta = scaling.read("rope_theta", float, scope.config.read("rope_theta", float, 10000.0))
+    scope.put("rope", _scale(scope, scaling, theta, scope.family.rotated))
+
+
+def numbers(scope: Completed, key: str) -> list[float]:
+    return scope.config.read_numbers(key)
+
+
+def grown(scope: Completed, over: float | None, under: float | None, factor: float) -> float | None:
+    """What YaRN multiplies sines and cosines by if both factors of its growth are stated."""
+    if not over or not under:
+        return None
+    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+    over, under = over * growth + 1.0, under * growth + 1.0
+    if over <= 0 or under <= 0:
+        problem = f"mscale and mscale_all_dim scale attention by {over:g} / {under:g}"
+        raise scope.config.refuse(problem)
+    return over / under
+
+
 def _find_turns(scope: Description) -> tuple[Config, Config]:
     """The tables of positions of layers without and with a window.  If `rope_parameters` has
     neither, it is of the former itself, or older keys are.  Bases that no table states are the
@@ -136,14 +192,11 @@ def _turn(scope: Description, full: Config, local: Config) -> None:
     """State positions of layers without a window, by ``full``, and of those with one; heads turn as
     a whole where `turns_whole` is true and no share is stated."""
     share = 1.0 if scope.find("turns_whole") else None
-    rope, other = (
-        scale_rope(
-            scope.config, table, table.read("rope_theta", float), scope.find("shape.context"), share
-        )
-        for table in (full, local)
+    own, other = (
+        _scale(scope, table, table.read("rope_theta", float), share) for table in (full, local)
     )
-    scope.replace("rope", rope)
-    if scope.windowed and other != rope:
+    scope.replace("rope", own)
+    if scope.windowed and other != own:
         scope.put("other_rope", {**other, "layers": scope.windowed})
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from inspect import isfunction, signature
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pi2.diagnostics import UserError
-from pi2.importing.config import Config, read_rope
+from pi2.fitting.check import check_file
+from pi2.importing.config import Config
 from pi2.plan.documents.common import find_type
 from pi2.plan.documents.family import Family, Sections, Window
 from pi2.plan.documents.model import Model
@@ -43,6 +45,15 @@ def list_tensor_names(names: Mapping[str, str], layer: str) -> Iterator[tuple[st
                 continue
             yield own, f"{pattern[:-1]}weight"
             yield f"{own}_bias", f"{pattern[:-1]}bias"
+
+
+def read_family(file: Path) -> Family:
+    """The document ``file``; `UserError` states its mistakes."""
+    report = check_file(file)
+    if not report.is_sound:
+        raise report.make_error()
+    assert isinstance(report.document, Family)
+    return report.document
 
 
 def show(value: Any) -> str:
@@ -198,8 +209,7 @@ class Description(Completed):
         if self.sections.window is not None:
             self.put_window(self.sections.window)
         if self.find("rope.kind") is None:
-            context = self.find("shape.context")
-            self.put("rope", read_rope(self.config, context, self.family.rotated))
+            self.call("rope", [])
         for name in self.sections.functions:
             function = vars(self.functions).get(name)
             if isfunction(function) and len(signature(function).parameters) > 1:
