@@ -18,6 +18,7 @@ import tomli
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.config import GGUF_SAMPLING
+from pi2.importing.gguf_statements import ModelNames
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, parse_config
 from pi2.importing.gguf_tokens import (
     BYTE,
@@ -36,7 +37,7 @@ from pi2.model.attention import Attention
 from pi2.plan.documents.family import Architecture
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
-from pi2.plan.toml.expressions import evaluate, is_expression, parse_expression
+from pi2.plan.toml.expressions import is_expression
 from pi2.sandbox.tokenizer import TokenizerRefused, call_library, open_tokenizer
 from pi2.tokens.texts import Texts
 
@@ -61,7 +62,7 @@ def describe_keys(
     model: Model, name: str, stated: Architecture, config: Mapping[str, Any]
 ) -> dict[str, Value]:
     """Keys of the architecture ``name`` and general ones; ``config``: the checkpoint's."""
-    names, own = _Names(model, name, config), dict[str, Value]()
+    names, own = _name_parts(model, name, config), dict[str, Value]()
     for table in read_keys():
         if names.compute(table.get("test", "true")):
             found = ((key, names.compute(text)) for key, text in table["keys"].items())
@@ -87,45 +88,25 @@ def describe_keys(
     return general | {f"{name}.{key}": value for key, value in own.items()}
 
 
-class _Names:
+def _name_parts(model: Model, name: str, config: Mapping[str, Any]) -> ModelNames:
     """What names mean in gguf_keys.toml: keys of the model document, ``name``, ``config`` and its
     ``scaling`` of positions; ``full`` and ``windowed`` are the attention of a layer without and
     with a window."""
-
-    def __init__(self, model: Model, name: str, config: Mapping[str, Any]) -> None:
-        owns = [own for block in model.blocks if (own := block.attention) is not None]
-        whole = (own for own in owns if own.window is None and own.rope.kind != "none")
-        self._model, self.layers = model, model.shape.layers
-        full = next(whole, owns[0] if owns else None)
-        windowed = next((own for own in owns if own.window is not None), full)
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        self._own = {"name": name, "config": config, "full": full, "windowed": windowed}
-        self._own["scaling"] = scaling
-
-    def compute(self, text: str) -> Any:
-        return evaluate(parse_expression(text), self)
-
-    def find(self, name: str) -> Any:
-        start, *rest = name.split(".")
-        found: Any = self._own[start] if start in self._own else getattr(self._model, start)
-        for part in rest:
-            found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
-        return found
-
-    def call(self, name: str, arguments: list[Any]) -> Any:
-        return _FUNCTIONS[name](self._model, *arguments)
+    owns = [own for block in model.blocks if (own := block.attention) is not None]
+    whole = (own for own in owns if own.window is None and own.rope.kind != "none")
+    full = next(whole, owns[0] if owns else None)
+    windowed = next((own for own in owns if own.window is not None), full)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    parts = {"name": name, "config": config, "full": full, "windowed": windowed}
+    return ModelNames(model, {**parts, "scaling": scaling}, _FUNCTIONS)
 
 
-def _attends(model: Model, layer: int) -> bool:
-    return model.blocks[layer].attention is not None
-
-
-def _slides(model: Model, layer: int) -> bool:
-    own = model.blocks[layer].attention
+def _slides(names: ModelNames, layer: int) -> bool:
+    own = names.model.blocks[layer].attention
     return own is not None and own.window is not None
 
 
-def _shorten(model: Model, slides: list[bool]) -> int | list[bool] | None:
+def _shorten(names: ModelNames, slides: list[bool]) -> int | list[bool] | None:
     """The number of layers of which the last has no window, or flags of all layers; None where all
     layers have one."""
     if all(slides):
@@ -135,19 +116,19 @@ def _shorten(model: Model, slides: list[bool]) -> int | list[bool] | None:
     return every if is_cycle else slides
 
 
-def _rotate(model: Model, own: Attention | None) -> int | None:
+def _rotate(names: ModelNames, own: Attention | None) -> int | None:
     """Elements of a head that turn."""
     return None if own is None else own.rope.count_rotated(own.turned_width)
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "attends": _attends,
-    "count_shared": lambda model: model.moe.count_shared(model.shape.ffn),
-    "has_router": lambda model, layer: model.blocks[layer].ffn.has_router,
+    "attends": lambda names, layer: names.model.blocks[layer].attention is not None,
+    "count_shared": lambda names: names.model.moe.count_shared(names.model.shape.ffn),
+    "has_router": lambda names, layer: names.model.blocks[layer].ffn.has_router,
     "rotated": _rotate,
     "shorten": _shorten,
     "slides": _slides,
-    "width": lambda model, own: None if own is None else own.turned_width,
+    "width": lambda names, own: None if own is None else own.turned_width,
 }
 
 

@@ -109,6 +109,10 @@ class Metadata:
     def has(self, key: str) -> bool:
         return self._complete(key) in self.values
 
+    def has_read(self, name: str) -> bool:
+        """Whether the value of a key after the architecture's name was requested."""
+        return f"{self.architecture}.{name}" in self.used
+
     def _complete(self, key: str) -> str:
         return key.replace("{arch}", self.architecture)
 

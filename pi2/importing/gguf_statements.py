@@ -1,7 +1,7 @@
 """What a GGUF file states, held against the model that was made of it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,12 +28,12 @@ def read_statements() -> Mapping[str, Any]:
 
 def list_idle(metadata: Metadata, model: Model) -> dict[str, str]:
     """Keys after the architecture's name that change nothing in ``model``, with the reasons."""
-    said, names = read_statements(), _Names(metadata, model)
+    said, names = read_statements(), _name_value(metadata, model)
     known = {key.removeprefix(f"{metadata.architecture}.") for key in metadata.used}
     known |= {*said["compared"], "expert_feed_forward_length"}
     idle: dict[str, str] = dict(said["idle"])
     for table in said["idle_if"]:
-        if names.hold(table["test"]):
+        if _hold(names, table["test"]):
             begins = tuple(table.get("begins", ()))
             keys = {*table.get("keys", ()), *(key for key in known if key.startswith(begins))}
             idle |= dict.fromkeys(keys.difference(table.get("except", ())), table["reason"])
@@ -52,78 +52,69 @@ def _states_no_window(metadata: Metadata) -> bool:
 
 _OTHERS = ("adapter.", "xielu.")
 """Prefixes of keys, outside of the architecture's, that belong to its computation."""
-_GATING = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "root_softplus"}
-"""Functions of routers by their numbers; the third takes the softmax of chosen experts, which
-equals the softmax of all with weights that add up to 1."""
-
-
-def _has_width(model: Model, scale: float) -> bool:
-    """Whether heads have the width that a plain ``scale`` of scores follows from."""
-    widths = {model.shape.head_dim} | {width for _, width in list_turns(model)}
-    return any(_is_same(width**-0.5, scale) for width in widths)
-
-
-def _turns(model: Model, value: int) -> bool:
-    latent = model.attention.latent
-    if latent is not None:
-        return value == latent.rotated
-    return value in {rope.count_rotated(width) for rope, width in list_turns(model)}
-
-
-def _has_router(model: Model, value: int) -> bool:
-    assert model.moe is not None
-    wanted, router = _GATING.get(value), model.moe.router
-    is_softmax = router in ("mixer", "none") and wanted == "softmax"
-    return (router == wanted or is_softmax) and (value != 3 or model.moe.normalise_weights)
-
-
-def _turns_around(model: Model, value: float) -> bool:
-    # Of the model's own positions no layer may be left.
-    ropes = [model.rope, *(rope for rope, _ in list_turns(model))]
-    return any(_is_same(rope.theta, value) for rope in ropes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
-    """What names mean in gguf_statements.toml."""
+class ModelNames:
+    """What names mean in expressions of a model: keys of its document, and ``own`` ones."""
 
-    metadata: Metadata
     model: Model
-    value: Any = None
+    own: Mapping[str, Any]
+    functions: Mapping[str, Callable[..., Any]]
+    """What expressions may call: these names come before the arguments."""
 
     @property
     def layers(self) -> int:
         return self.model.shape.layers
 
-    def hold(self, test: str) -> bool:
-        try:
-            return bool(evaluate(parse_expression(test), self))
-        except TypeError:  # a value of another type
-            return False
+    def compute(self, text: str) -> Any:
+        return evaluate(parse_expression(text), self)
 
     def find(self, name: str) -> Any:
-        found: Any = self if name == "value" else self.model
-        for part in name.split("."):
-            found = getattr(found, part, None)
+        start, *rest = name.split(".")
+        found: Any = self.own[start] if start in self.own else getattr(self.model, start, None)
+        for part in rest:
+            found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
         return found
 
     def call(self, name: str, arguments: list[Any]) -> Any:
-        return _FUNCTIONS[name](self, *arguments)
+        return self.functions[name](self, *arguments)
+
+
+def _name_value(metadata: Metadata, model: Model, value: Any = None) -> ModelNames:
+    """What names mean in gguf_statements.toml."""
+    return ModelNames(model, {"metadata": metadata, "value": value}, _FUNCTIONS)
+
+
+def _hold(names: ModelNames, test: str) -> bool:
+    try:
+        return bool(names.compute(test))
+    except TypeError:  # a value of another type
+        return False
+
+
+def _is_one_of(names: ModelNames, value: Any, known: Iterable[Any]) -> bool:
+    return any(_is_same(own, value) for own in known)
+
+
+def _list_bases(names: ModelNames) -> list[float]:
+    # Of the model's own positions no layer may be left.
+    return [names.model.rope.theta, *(rope.theta for rope, _ in list_turns(names.model))]
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "bases": _list_bases,
     "has_router": lambda names, layer: names.model.blocks[layer].ffn.has_router,
-    "has_width": lambda names, value: _has_width(names.model, value),
-    "is_stated": lambda names, key: names.metadata.has(f"{{arch}}.{key}"),
+    "is_one_of": _is_one_of,
+    "is_stated": lambda names, key: names.own["metadata"].has(f"{{arch}}.{key}"),
     "name_activation": lambda names, value: ACTIVATIONS.get(value),
-    "routes": lambda names, value: _has_router(names.model, value),
+    "rotated": lambda names: [rope.count_rotated(width) for rope, width in list_turns(names.model)],
     "same": lambda names, found, stated: _is_same(found, stated),
-    "states": lambda names, key, value: names.metadata.find(key) == value,
-    "states_no_window": lambda names: _states_no_window(names.metadata),
-    "turns": lambda names, value: _turns(names.model, value),
-    "turns_around": lambda names, value: _turns_around(names.model, value),
+    "states": lambda names, key, value: names.own["metadata"].find(key) == value,
+    "states_no_window": lambda names: _states_no_window(names.own["metadata"]),
     "turns_nothing": lambda names: all(r.kind == "none" for r, _ in list_turns(names.model)),
-    "was_read": lambda names, key: f"{names.metadata.architecture}.{key}" in names.metadata.used,
+    "was_read": lambda names, key: names.own["metadata"].has_read(key),
+    "scales": lambda names: [width**-0.5 for _, width in list_turns(names.model)],
 }
 
 
@@ -145,8 +136,8 @@ def find_unread(metadata: Metadata, model: Model) -> Iterator[Diagnostic]:
         if own in said["compared"] and not _is_nothing(value):
             path, *tests = said["compared"][own]
             test = tests[0] if tests else f"same({path}, value)"
-            items = (_Names(metadata, model, item) for item in _list_values(value))
-            if not all(names.hold(test) for names in items):
+            items = (_name_value(metadata, model, item) for item in _list_values(value))
+            if not all(_hold(names, test) for names in items):
                 yield _contradict(metadata, model, key, value, path)
         elif own in said["compared"] or key in metadata.used:
             continue
@@ -158,9 +149,7 @@ def find_unread(metadata: Metadata, model: Model) -> Iterator[Diagnostic]:
 
 
 def _contradict(metadata: Metadata, model: Model, key: str, value: Any, path: str) -> Diagnostic:
-    has: Any = model
-    for part in path.split("."):
-        has = getattr(has, part, None)
+    has = _name_value(metadata, model).find(path)
     return Diagnostic(
         code="P537",
         message=(
