@@ -14,6 +14,7 @@ from pi2.formats import find_packing, list_packings, name_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import TABLE
 from pi2.importing.gguf_checkpoint import GgufCheckpoint
+from pi2.importing.gguf_statements import ModelNames
 from pi2.importing.gguf_tensors import GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources
@@ -233,41 +234,20 @@ def describe_shape_problem(
     )
 
 
-def _name_ffn_size(checkpoint: Checkpoint, model: Model) -> str:
-    """Key of the configuration that states the neurons of an FFN; none where it takes a formula."""
-    config = checkpoint.config
-    if "block_auto_adjust_ff_dim" in config:
-        return ""
-    if len(model.ffn.absent_layers) == model.shape.layers:
-        # Without FFNs it is the width of something else.
-        return ""
-    own = "moe_intermediate_size" if model.moe is not None else "shared_intermediate_size"
-    if own not in config and isinstance(config.get("intermediate_size"), list):
-        # The width of every layer: a family has found them equal.
-        return ""
-    return own if own in config else "intermediate_size"
-
-
 def _compare_config(checkpoint: Checkpoint, model: Model) -> Iterator[Diagnostic]:
     """Compare ``config.json`` with the document where it states a value."""
     stated = dict(checkpoint.config)
     for table in ("rope_scaling", "rope_parameters"):  # as it was written before transformers 5
         rope = checkpoint.config.get(table)
         stated |= rope if isinstance(rope, Mapping) else {}
-    paths: dict[str, str] = {**TABLE["compared"], _name_ffn_size(checkpoint, model): "shape.ffn"}
-    left = set[str]()
-    if model.attention.latent is not None:
-        # There the configuration means the heads that keys and values would have.
-        left |= {"num_key_value_heads", "head_dim"}
-    if model.is_mtp:
-        # Its layer is none of the model's.
-        left.add("num_hidden_layers")
-    if stated.get("num_attention_heads_per_layer") is not None:
-        # It is what counts, and a family has read it.
-        left.add("num_attention_heads")
-    if "alpha" in stated or "layer_rope_theta" in stated:
-        # They change the base.
-        left.add("rope_theta")
+    functions = {"states": lambda names, key: key in stated}
+    names = ModelNames(
+        model,
+        {"config": stated, "sizes": isinstance(stated.get("intermediate_size"), list)},
+        functions,
+    )
+    left = {key for own in TABLE["left"] if names.compute(own["test"]) for key in own["keys"]}
+    paths: Mapping[str, str] = TABLE["compared"]
     for key, path in paths.items():
         value = attrgetter(path)(model)
         if key not in left and stated.get(key) is not None and stated[key] != value:

@@ -246,15 +246,6 @@ def turn_granite(scope: Description) -> None:
         scope.put("other_rope", {**turns[1], "layers": chosen})
 
 
-def stretch_base(scope: Description) -> None:
-    """Hunyuan: the base of rotary positions grows with `alpha`."""
-    scaling = _find_scaling(scope.config)
-    alpha, size = scaling.read("alpha", float, 0.0), scope.find("shape.head_dim")
-    kind = scaling.read("rope_type", str, scaling.read("type", str, "default"))
-    if kind == "dynamic" and alpha > 0 and size > 2:
-        scope.tables["rope.theta"] *= alpha ** (size / (size - 2))
-
-
 def of_layers(scope: Completed, key: str, default: int) -> list[int]:
     """A number of each layer in `per_layer_config`; ``default`` for layers without one."""
     tables = scope.config.read_table("per_layer_config")
