@@ -3,9 +3,11 @@
 import re
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from string import ascii_letters, digits
 from typing import Any, Literal, Union, get_args, get_origin
 
+import tomli
 from pydantic import BaseModel
 
 from pi2.authoring.explanation import describe_field
@@ -18,15 +20,17 @@ from pi2.plan.toml.text import KeyPath, write_text
 Role = Literal["key", "header", "value", "none"]
 
 _TOKEN = re.compile(
-    r"(?P<newline>\n)"
-    r"|(?P<blank>[ \t\r]+)"
-    r"|(?P<comment>#[^\n]*)"
+    r"(?P<comment>#[^\n]*)"
     r'|(?P<text>"""(?:\\.|[^\\])*?(?:"""|\Z)|\'\'\'.*?(?:\'\'\'|\Z)'
     r'|"(?:\\.|[^"\\\n])*(?:"|(?=\n)|\Z)|\'[^\'\n]*(?:\'|(?=\n)|\Z))'
-    r"|(?P<word>[A-Za-z0-9_+-]+)"
-    r"|(?P<mark>.)",
+    r"|(?P<mark>[\[\]{}\n])",
     re.DOTALL,
 )
+_HEADER = re.compile(r"[ \t]*\[")
+_WORD = f"{ascii_letters}{digits}_+-"
+_CLOSING = {"[": "]", "{": "}"}
+_HERE = "the-cursor-is-here"
+"""Stands for the word at the cursor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,155 +47,64 @@ class Cursor:
     is_quoted: bool = False
 
 
-@dataclass
-class _Frame:
-    mark: str
-    """Closing bracket, or nothing for the document."""
-    path: KeyPath
-    parts: list[str] = field(default_factory=list)
-    """Parts of the key so far."""
-    in_value: bool = False
-    is_done: bool = False
-    """Whether the value is complete."""
-    count: int = 0
-    """Items of an array so far."""
-
-    def start_pair(self) -> None:
-        self.parts, self.in_value, self.is_done = [], False, False
-
-    @property
-    def value_path(self) -> KeyPath:
-        return (*self.path, self.count) if self.mark == "]" else (*self.path, *self.parts)
-
-
-class _Reader:
-    def __init__(self) -> None:
-        self.root = _Frame("", ())
-        self.frames = [self.root]
-        self.counts: dict[KeyPath, int] = {}
-        self.header: list[str] | None = None
-        self.brackets = 0
-
-    def take(self, kind: str, text: str) -> None:
-        if kind in ("blank", "comment"):
-            return
-        if self.header is not None:
-            self.take_header(kind, text)
-            return
-        frame = self.frames[-1]
-        if kind == "newline":
-            if frame.mark == "":
-                frame.start_pair()
-        elif kind in ("word", "text"):
-            self.take_word(frame, kind, text)
-        elif text in "[{":
-            self.open(frame, text)
-        elif text in "]}":
-            self.close(text)
-        elif text == "=" and frame.mark != "]":
-            frame.in_value = True
-        elif text == ",":
-            if frame.mark == "]":
-                frame.count += 1
-            elif frame.mark == "}":
-                frame.start_pair()
-            frame.is_done = False
-
-    def take_word(self, frame: _Frame, kind: str, text: str) -> None:
-        if frame.in_value or frame.mark == "]":
-            frame.is_done = True
-        else:
-            frame.parts.append(unquote(text) if kind == "text" else text)
-
-    def open(self, frame: _Frame, mark: str) -> None:
-        if frame.mark == "" and not frame.in_value and not frame.parts and mark == "[":
-            self.header, self.brackets = [], 1
-            return
-        closing = "]" if mark == "[" else "}"
-        if frame.in_value or frame.mark == "]":
-            self.frames.append(_Frame(closing, frame.value_path))
-
-    def close(self, mark: str) -> None:
-        if len(self.frames) > 1 and self.frames[-1].mark == mark:
-            self.frames.pop()
-            self.frames[-1].is_done = True
-
-    def take_header(self, kind: str, text: str) -> None:
-        assert self.header is not None
-        if kind == "newline":
-            self.header = None
-        elif kind in ("word", "text"):
-            self.header.append(unquote(text) if kind == "text" else text)
-        elif text == "[" and not self.header:
-            self.brackets = 2
-        elif text == "]":
-            self.enter(self.header)
-            self.header = None
-            self.root.is_done = True  # the second bracket, and what follows on the line
-
-    def enter(self, parts: list[str]) -> None:
-        path: KeyPath = ()
-        for number, part in enumerate(parts):
-            path = (*path, part)
-            if number == len(parts) - 1 and self.brackets == 2:
-                self.counts[path] = self.counts.get(path, -1) + 1
-            if path in self.counts:
-                path = (*path, self.counts[path])
-        self.root.path = path
-        self.root.start_pair()
-        del self.frames[1:]
-
-
-def unquote(text: str) -> str:
-    """A text without its quotes; escapes stay as they are."""
-    for quote in ('"""', "'''", '"', "'"):
-        if text.startswith(quote):
-            inner = text[len(quote) :]
-            return inner.removesuffix(quote)
-    return text
-
-
 def find_cursor(text: str, offset: int) -> Cursor:
-    """Find the text that is being written at ``offset``."""
-    reader = _Reader()
-    for match in _TOKEN.finditer(text):
-        kind = match.lastgroup or "mark"
-        is_open = kind in ("word", "text", "comment") and match.start() < offset <= match.end()
-        if is_open and kind == "text" and offset == match.end() and _is_closed(match[0]):
-            is_open = False
-        if match.start() >= offset or is_open:
-            if not is_open:
-                return _describe(reader, "", offset, quoted=False)
-            if kind == "comment":
+    """Find the text that is being written at ``offset``.  Its statement is completed and read below
+    the headers before it: other statements may be wrong."""
+    before, headers = text[:offset], list[str]()
+    begin, closing, quotes = 0, "", 0
+    start = len(before.rstrip(_WORD))
+    for token in _TOKEN.finditer(before):
+        mark, is_last = token[0], token.end() == len(before)
+        if token["comment"]:
+            if is_last:
                 return Cursor(role="none", path=())
-            quote = len(match[0]) - len(match[0].lstrip("\"'")) if kind == "text" else 0
-            quote = min(quote, 3 if match[0][:3] in ('"""', "'''") else 1) if quote else 0
-            start = min(match.start() + quote, offset)
-            return _describe(reader, text[start:offset], start, quoted=quote > 0)
-        reader.take(kind, match[0])
-    return _describe(reader, "", offset, quoted=False)
+        elif token["text"]:
+            if is_last and (len(mark) == 1 or mark[-1] != mark[0]):
+                quotes = 3 if mark[:3] in ('"""', "'''") else 1
+                start = token.start() + quotes
+        elif mark == "\n":
+            is_header = _HEADER.match(before, begin) is not None
+            if is_header or not closing:
+                headers += [before[begin : token.start()]] if is_header else []
+                begin, closing = token.end(), ""
+        elif mark in _CLOSING:
+            closing = _CLOSING[mark] + closing
+        elif mark == closing[:1]:
+            closing = closing[1:]
+    stem = before[begin : start - quotes]
+    documents: dict[Role, str]
+    if _HEADER.match(before, begin):
+        name = stem.lstrip().removeprefix("[").removeprefix("[")
+        documents = {"header": f"{name}{_HERE} = 0"}
+    else:
+        arrays = [header for header in headers[:-1] if header.lstrip().startswith("[[")]
+        above = "\n".join([*arrays, *headers[-1:], stem])
+        documents = {"value": f'{above}"{_HERE}"{closing}', "key": f"{above}{_HERE} = 0{closing}"}
+    for role, document in documents.items():
+        try:
+            path = _find_here(tomli.loads(document), ())
+        except (ValueError, RecursionError):
+            continue
+        if path is not None:
+            return Cursor(
+                role=role,
+                path=path if role == "value" else path[:-1],
+                prefix=before[start:],
+                start=start,
+                is_quoted=quotes > 0,
+            )
+    return Cursor(role="none", path=())
 
 
-def _is_closed(token: str) -> bool:
-    return len(token) > 1 and token[-1] == token[0]
-
-
-def _describe(reader: _Reader, prefix: str, start: int, *, quoted: bool) -> Cursor:
-    frame = reader.frames[-1]
-    if reader.header is not None:
-        return Cursor(
-            role="header", path=tuple(reader.header), prefix=prefix, start=start, is_quoted=quoted
-        )
-    if frame.is_done:
-        return Cursor(role="none", path=frame.value_path)
-    is_value = frame.in_value or frame.mark == "]"
-    return Cursor(
-        role="value" if is_value else "key",
-        path=frame.value_path,
-        prefix=prefix,
-        start=start,
-        is_quoted=quoted,
-    )
+def _find_here(value: Any, path: KeyPath) -> KeyPath | None:
+    """The path of the key or value that stands for the cursor's word."""
+    if value == _HERE or path[-1:] == (_HERE,):
+        return path
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = (_find_here(item, (*path, key)) for key, item in items)
+    return next((place for place in found if place is not None), None)
 
 
 _TABLES_OF_UNITS: tuple[KeyPath, ...] = (
