@@ -1,8 +1,12 @@
-"""Logs on stderr: lines on a terminal, JSON elsewhere; structlog is imported on demand."""
+"""Logs on stderr: lines on a terminal, JSON elsewhere; structlog is imported on demand.
+
+A bundle for phones has no structlog: the standard library writes its lines."""
 
 import os
 import sys
 from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -15,9 +19,15 @@ _LEVELS = (30, 20, 10)
 def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> None:
     """Send logs to ``stream`` (stderr unless given): warnings, with ``-v`` also what happens, with
     ``-vv`` also every detail."""
+    target = sys.stderr if stream is None else stream
+    least = _LEVELS[min(max(verbosity, 0), len(_LEVELS) - 1)]
+    if not _has_structlog():
+        import logging
+
+        logging.basicConfig(level=least, stream=target, format="%(levelname)s: %(message)s")
+        return
     import structlog
 
-    target = sys.stderr if stream is None else stream
     human = target.isatty()
     processors: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -36,13 +46,16 @@ def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> No
         ]
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(
-            _LEVELS[min(max(verbosity, 0), len(_LEVELS) - 1)]
-        ),
+        wrapper_class=structlog.make_filtering_bound_logger(least),
         # Standard error may be another one when something is said: whoever embeds pi2 redirects it.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr if stream is None else stream),
         cache_logger_on_first_use=False,
     )
+
+
+@cache
+def _has_structlog() -> bool:
+    return find_spec("structlog") is not None
 
 
 def _wants_colour() -> bool:
@@ -72,6 +85,12 @@ class Logger:
         self._say("exception", event, values)
 
     def _say(self, level: str, event: str, values: Mapping[str, Any]) -> None:
+        if not _has_structlog():
+            import logging
+
+            facts = (f"{key}={value}" for key, value in {**self._bound, **values}.items())
+            getattr(logging.getLogger("pi2"), level)(" ".join((event, *facts)))
+            return
         if "structlog" not in sys.modules and level in ("debug", "info"):
             return  # nobody has asked for more than warnings
         import structlog

@@ -25,7 +25,6 @@ REPLACEMENTS: Mapping[str, str] = {
     "pi2.backends.compiler.cache": "pi2.phone.replacements.libraries",
     "pi2.backends.compiler.functions": "pi2.phone.replacements.functions",
     "pi2.backends.hexagon.linkers": "pi2.phone.replacements.libraries",
-    "pi2.logging": "pi2.phone.replacements.logs",
     "pi2.sandbox.tokenizer": "pi2.phone.replacements.tokenizers",
     "pi2.weights.gguf_weights": "pi2.phone.replacements.file_weights",
 }

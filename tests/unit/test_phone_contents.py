@@ -80,7 +80,7 @@ def test_a_bundle_has_the_backends_that_its_plan_names_and_no_other() -> None:
     assert any(name.endswith("backends/hexagon/dense_unit.py") for name in beside)
 
 
-@pytest.mark.parametrize("module", sorted(set(REPLACEMENTS) - {"pi2.logging"}))
+@pytest.mark.parametrize("module", sorted(REPLACEMENTS))
 def test_what_stands_in_takes_what_the_original_takes(module: str) -> None:
     original, other = import_module(module), import_module(REPLACEMENTS[module])
     public = {
