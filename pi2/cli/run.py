@@ -229,11 +229,8 @@ def run_command(plan: ChosenPlan, given: RunOptions) -> None:
         return
     if given.best_of is not None and not is_one:
         raise click.UsageError("--best-of takes one prompt")
-    if given.best_of is not None:
-        run_best_of(plan, messages or texts[0], given)
-        return
-    if not is_one:
-        run_batch(plan, texts, given)
+    if given.best_of is not None or not is_one:
+        run_batch(plan, texts or [messages], given)
         return
     with ProgressBar() as progress, ExitStack() as cleanup:
         model = cleanup.enter_context(plan.load(progress))
@@ -279,17 +276,30 @@ def compare_promise(model: LoadedModel, result: GenerationResult) -> None:
         click.echo(describe_promise(cost, speed), err=True)
 
 
-def run_batch(plan: ChosenPlan, texts: list[str], given: RunOptions) -> None:
+def run_batch(plan: ChosenPlan, prompts: Sequence[Any], given: RunOptions) -> None:
+    """Print a text after each prompt, or the best of several after one (--best-of); UserError P604
+    where all of them would be the same."""
     from pi2.engine.run_report import describe_batch, summarise_batch
 
     with ProgressBar() as progress:
         model = plan.load(progress)
     log_plan(model)
     with model:
-        generation = model.generate_batch(texts, **given.list_options(model))
-        shown = 0
+        settings, options, count = model.plan.plan, given.list_options(model), given.best_of or 1
+        if given.best_of is not None:
+            if not options.get("temperature", settings.sampling.temperature):
+                raise UserError.of(
+                    "P604",
+                    "all texts would be the same: the temperature is 0",
+                    help="give --temperature 0.8, or leave --best-of out",
+                )
+            (prompt,) = prompts
+            ids = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
+            prompts = [ids] * count
+        generation = model.generate_batch(prompts, scores=given.best_of is not None, **options)
+        is_shown, shown = not (given.as_json or given.best_of), 0
         for _ in generation:
-            while not given.as_json and shown in generation.finished:
+            while is_shown and shown in generation.finished:
                 write_text(f"--- {shown + 1}\n{generation.finished[shown].text}\n")
                 shown += 1
         result = generation.result
@@ -297,41 +307,16 @@ def run_batch(plan: ChosenPlan, texts: list[str], given: RunOptions) -> None:
         if given.as_json:
             click.echo(json.dumps(describe_batch(model, result), indent=2))
             return
-        for number in range(shown, len(texts)):
+        for number in range(shown, len(prompts)) if is_shown else ():
             write_text(f"--- {number + 1}\n{generation.finished[number].text}\n")
+        if given.best_of is not None:
+            assert result.best is not None
+            write_text(f"{result.sequences[result.best].text}\n")
         click.echo(summarise_batch(model, result, whole=is_verbose()), err=True)
-
-
-def run_best_of(plan: ChosenPlan, prompt: str | list[dict[str, str]], given: RunOptions) -> None:
-    """Draw several texts after one prompt, and print the best; UserError P604 where all of them
-    would be the same."""
-    from pi2.engine.run_report import describe_batch, summarise_batch
-
-    with ProgressBar() as progress:
-        model = plan.load(progress)
-    log_plan(model)
-    with model:
-        options = given.list_options(model)
-        if not options.get("temperature", model.plan.plan.sampling.temperature):
-            raise UserError.of(
-                "P604",
-                "all texts would be the same: the temperature is 0",
-                help="give --temperature 0.8, or leave --best-of out",
-            )
-        ids = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
-        count = given.best_of or 1
-        result = model.generate_batch([ids] * count, scores=True, **options).result
-        assert result.best is not None
-        log_counters(model)
-        if given.as_json:
-            click.echo(json.dumps(describe_batch(model, result), indent=2))
-            return
-        write_text(f"{result.sequences[result.best].text}\n")
-        click.echo(summarise_batch(model, result, whole=is_verbose()), err=True)
-        if count > (batch := model.plan.plan.decode.batch):
+        if count > settings.decode.batch:
             click.echo(
-                f"note: {batch} at a time, as decode.batch says; --set decode.batch={count} reads "
-                "once for all",
+                f"note: {settings.decode.batch} at a time, as decode.batch says; --set "
+                f"decode.batch={count} reads once for all",
                 err=True,
             )
 
