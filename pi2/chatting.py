@@ -4,11 +4,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pi2.caches import replace_file
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Ticket
 from pi2.engine.loaded_model import LoadedModel
@@ -199,17 +199,11 @@ class Session:
         if not name:
             raise _refuse("/save needs the name of a file")
         path = Path(os.path.expanduser(name))
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         text = json.dumps({"messages": self.messages, "settings": self.settings}, indent=1)
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            path.parent.stat()  # no folder is made
+            replace_file(path, f"{text}\n".encode())
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise _refuse(f"cannot write {path}: {error.strerror}") from None
         return f"{len(self.answers)} messages in {path}"
 

@@ -22,28 +22,22 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-class _Output(io.FileIO):
+class _Stream(io.FileIO):
     def write(self, data: bytes) -> int | None:  # type: ignore[override]
-        """Write ``data``; UserError P631 if that fails, unless a pipe has lost its reader."""
+        """Write ``data``. If standard output takes none, UserError P631, unless a pipe has lost its
+        reader; standard error need not be there."""
         try:
             return super().write(data)
-        except BrokenPipeError:
-            raise
         except OSError as error:
+            if self.fileno() == 2:
+                return len(data)
+            if isinstance(error, BrokenPipeError):
+                raise
             raise UserError.of(
                 "P631",
                 f"cannot write standard output: {error.strerror}",
                 help="redirect it to where there is room, or leave it to the terminal",
             ) from None
-
-
-class _Errors(io.FileIO):
-    def write(self, data: bytes) -> int | None:  # type: ignore[override]
-        """Write ``data`` where it can be."""
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
 
 
 def open_streams() -> None:
@@ -56,8 +50,8 @@ def open_streams() -> None:
             os.open(os.devnull, mode)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = _wrap(_Output(1, "wb", closefd=False), sys.stdout)
-    sys.stderr = _wrap(_Errors(2, "wb", closefd=False), sys.stderr, at_once=True)
+    sys.stdout = _wrap(_Stream(1, "wb", closefd=False), sys.stdout)
+    sys.stderr = _wrap(_Stream(2, "wb", closefd=False), sys.stderr, at_once=True)
 
 
 def _wrap(raw: io.FileIO, old: TextIO | None, *, at_once: bool = False) -> io.TextIOWrapper:

@@ -125,10 +125,10 @@ def new_plan(given: NewPlanOptions) -> None:
 
 
 def _convert_modelfile(file: Path, given: NewPlanOptions) -> None:
-    from pi2.cli.run import read_text
+    from pi2.engine.text import read_prompt
     from pi2.found_models import OLLAMA, Modelfile, find_found
 
-    found = Modelfile.parse(read_text(file), str(file))
+    found = Modelfile.parse(read_prompt(file), str(file))
     path = given.choose(file.resolve().parent.name, "plan")
     weights = file.parent / found.weights
     if not weights.is_file():

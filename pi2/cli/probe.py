@@ -61,10 +61,9 @@ def build_command(plan: ChosenPlan, given: BuildOptions) -> None:
 
     if given.without_store and given.copy_store:
         raise click.UsageError("--without-store and --copy-store exclude each other")
-    names = None if given.features is None else _split(given.features)
     wish = Wish(
         triple=given.target,
-        features=None if names is None else parse_features(names, given.target),
+        features=parse_features(given.features, given.target),
         threads=given.threads,
         probe=not given.without_probe,
     )
@@ -164,9 +163,8 @@ def _probe_remote(name: str, output: Path, given: ProbeOptions) -> None:
     host, _, port = (given.rpc or "").rpartition(":")
     if not host or not port.isdigit():
         raise click.UsageError("--rpc takes HOST:PORT")
-    names = None if given.features is None else _split(given.features)
     architecture = ARCHITECTURES[given.target]
-    chosen = USUAL_FEATURES[architecture] if names is None else parse_features(names, given.target)
+    chosen = parse_features(given.features, given.target) or USUAL_FEATURES[architecture]
     machine = RemoteMachine(
         host=host,
         port=int(port),
@@ -180,10 +178,6 @@ def _probe_remote(name: str, output: Path, given: ProbeOptions) -> None:
         found = measure_remote(machine, progress)
     text = write_device(make_remote_device(name, machine, found))
     write_checked(output, text, _name_it(output))
-
-
-def _split(features: str) -> list[str]:
-    return [item.strip() for item in features.split(",")]
 
 
 def describe_units(device: Device, notes: Sequence[str]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -335,36 +334,16 @@ def list_messages(given: PromptOptions) -> list[dict[str, str]]:
 
 def read_prompts(given: PromptOptions) -> list[str]:
     """Return the prompts; UserError P603 or P607 if there is none, or they cannot be read."""
+    from pi2.engine.text import read_prompt
+
     file = given.list_file
     if bool(given.prompts) + (given.prompt_file is not None) + (file is not None) > 1:
         raise click.UsageError("give one of --prompt, --file and --prompts")
     if given.prompts:
         return list(given.prompts)
     if file is None:
-        return [read_text(given.prompt_file)]
-    lines = [line for line in read_text(file).splitlines() if line.strip()]
+        return [read_prompt(given.prompt_file)]
+    lines = [line for line in read_prompt(file).splitlines() if line.strip()]
     if not lines:
         raise UserError.of("P603", f"there is no prompt in {file}", help="write one per line")
     return lines
-
-
-def read_text(file: Path | None) -> str:
-    """Return the text of a file, or of standard input; UserError P603 or P607."""
-    try:
-        if file is not None:
-            data = file.read_bytes()
-        elif sys.stdin.isatty() or not (data := sys.stdin.buffer.read()):
-            raise UserError.of(
-                "P603", "there is no prompt", help="give --prompt TEXT, -f FILE, or standard input"
-            )
-        return data.decode("utf-8")
-    except OSError as error:
-        place = "standard input" if file is None else str(file)
-        raise UserError.of("P607", f"cannot read the prompt {place}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        place = "standard input" if file is None else str(file)
-        raise UserError.of(
-            "P607",
-            f"the prompt is not UTF-8: byte {error.start} of {place}",
-            help="save the text as UTF-8",
-        ) from None

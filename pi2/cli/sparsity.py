@@ -246,6 +246,9 @@ def parse_share(text: str, option: str = "--loss") -> float:
     return share
 
 
+_OF_TRIALS = ("perplexity", "increase", "error", "agreement", "computed", "active")
+
+
 def describe_calibration(
     calibration: Calibration, file: Path, changes: dict[str, object]
 ) -> dict[str, Any]:
@@ -264,12 +267,7 @@ def describe_calibration(
         "trials": [
             {
                 "target": trial.thresholds.target,
-                "perplexity": trial.perplexity,
-                "increase": trial.increase,
-                "error": trial.error,
-                "agreement": trial.agreement,
-                "computed": trial.computed,
-                "active": trial.active,
+                **{key: getattr(trial, key) for key in _OF_TRIALS},
                 "scored_tokens": trial.scored,
                 "tokens_per_s": trial.tokens_per_s,
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -289,3 +290,25 @@ class StopFilter:
             if text.endswith(stop[:size]):
                 return size
         return 0
+
+
+def read_prompt(file: Path | None) -> str:
+    """The prompt in a file, or on standard input; UserError P603 or P607."""
+    try:
+        if file is not None:
+            data = file.read_bytes()
+        elif sys.stdin.isatty() or not (data := sys.stdin.buffer.read()):
+            raise UserError.of(
+                "P603", "there is no prompt", help="give --prompt TEXT, -f FILE, or standard input"
+            )
+        return data.decode("utf-8")
+    except OSError as error:
+        place = "standard input" if file is None else str(file)
+        raise UserError.of("P607", f"cannot read the prompt {place}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        place = "standard input" if file is None else str(file)
+        raise UserError.of(
+            "P607",
+            f"the prompt is not UTF-8: byte {error.start} of {place}",
+            help="save the text as UTF-8",
+        ) from None

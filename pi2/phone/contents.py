@@ -1,11 +1,11 @@
 """Code of a bundle: the modules that a run imports, and replacements of others."""
 
 import ast
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from pkgutil import iter_modules
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import pi2
 import pi2.formats
@@ -205,16 +205,15 @@ def _check_units(resolved: ResolvedPlan) -> None:
         )
 
 
-def parse_features(names: Sequence[str], triple: Triple) -> tuple[IsaFeature, ...]:
-    """Return features by their names; UserError P673 for unknown ones."""
-    from typing import get_args
-
-    known = get_args(IsaFeature)
-    unknown = sorted(set(names) - set(known))
-    if unknown:
+def parse_features(text: str | None, triple: Triple) -> tuple[IsaFeature, ...] | None:
+    """Features of a list such as ``neon,dotprod``; UserError P673 for unknown ones."""
+    if text is None:
+        return None
+    names, known = {item.strip() for item in text.split(",")}, get_args(IsaFeature)
+    if unknown := sorted(names - set(known)):
         raise UserError.of(
             "P673",
             f"no kernels know a feature {unknown[0]!r} of {triple}",
             help=f"known are {', '.join(known)}",
         )
-    return cast("tuple[IsaFeature, ...]", tuple(sorted(set(names))))
+    return cast("tuple[IsaFeature, ...]", tuple(sorted(names)))

@@ -254,10 +254,10 @@ def make_application(settings: Settings) -> Starlette:
         ],
         middleware=list_middleware(settings),
         exception_handlers={
-            404: _explain_status(404, "There is nothing at this path."),
-            405: _explain_status(405, "This path does not have this method."),
-            ApiError: _handle_api_error,
-            Exception: _handle_failure,
+            404: _answer_errors(404, "There is nothing at this path."),
+            405: _answer_errors(405, "This path does not have this method."),
+            ApiError: _answer_errors(),
+            Exception: _answer_errors(500, "the server has failed; its log says why"),
         },
         lifespan=live,
     )
@@ -307,22 +307,13 @@ def refuse(error: ApiError, path: str) -> Response:
     return JsonResponse(body, status_code=error.status, headers=error.headers)
 
 
-async def _handle_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return refuse(error, request.url.path)
-
-
-async def _handle_failure(request: Request, error: Exception) -> Response:
-    return refuse(ApiError(500, "the server has failed; its log says why"), request.url.path)
-
-
-def _explain_status(
-    status: int, message: str
+def _answer_errors(
+    status: int = 500, message: str = ""
 ) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def explain(request: Request, error: Exception) -> Response:
-        headers: Mapping[str, str] = getattr(error, "headers", None) or {}
-        answer = refuse(ApiError(status, message), request.url.path)
-        answer.headers.update(headers)
+        told = error if isinstance(error, ApiError) else ApiError(status, message)
+        answer = refuse(told, request.url.path)
+        answer.headers.update(getattr(error, "headers", None) or {})
         return answer
 
     return explain

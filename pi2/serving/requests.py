@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from pi2.plan.documents.common import Sampling
 from pi2.serving.calls import Answers, Ask, Collected, Delta, Finished, Limits
 from pi2.serving.errors import (
     HEADERS,
@@ -163,17 +164,10 @@ def note_use(request: Request, **values: Any) -> None:
     request.state.use = {**getattr(request.state, "use", {}), **values}
 
 
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "penalty_window", "seed", "logit_bias"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    *("dry_sequence_breakers", "end_repeats"),
-)
-
-
 def choose_sampling(body: BaseModel, vocab: int) -> dict[str, Any]:
     """What a body says of how tokens are drawn; ApiError 400 for biases of tokens that are not."""
-    found = list_arguments({name: getattr(body, name, None) for name in _SAMPLING})
+    names = (*Sampling.model_fields, "logit_bias")
+    found = list_arguments({name: getattr(body, name, None) for name in names})
     if found.get("seed") == -1:
         del found["seed"]
     elif "seed" in found:

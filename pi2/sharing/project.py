@@ -75,6 +75,16 @@ class Project:
     def read_lock(self) -> Lock:
         return read_lock(find_lock(self.folder) or self.lock_path)
 
+    def _find_place(self, reference: str, lock: Lock) -> Place:
+        return find_place(parse_reference(reference), base=lock.folder, settings=self.settings)
+
+    def _fetch(self, place: Place) -> Fetched:
+        return fetch(place, settings=self.settings, offline=self.offline)
+
+    def _ask_commit(self, place: Place) -> str:
+        """The commit that the revision of a place means now."""
+        return ask_revision(place, settings=self.settings, offline=self.offline).commit
+
     def add(self, references: Sequence[str]) -> list[Outcome]:
         """Lock ``references`` and their needs at once or not at all; by default locked ones."""
         if not references:
@@ -104,19 +114,16 @@ class Project:
         check_agreement(reference, source, lock)
         if find_copy(source, self.cache) is not None:
             return Outcome(source=source, state="unchanged")
-        place = Place(url=source.url, path=source.path, revision=source.revision)
-        if reference.is_local:
-            now = find_place(reference, base=lock.folder, settings=self.settings)
-            place = Place(url=now.url, path=source.path, revision=source.revision)
-        fetched = fetch(place, settings=self.settings, offline=self.offline)
+        is_local = reference.is_local
+        url = self._find_place(source.reference, lock).url if is_local else source.url
+        fetched = self._fetch(Place(url=url, path=source.path, revision=source.revision))
         if hash_bytes(fetched.data) != source.sha256:
             raise _report_other_bytes(source)
         self.cache.add(fetched.data, source.file_name)
         return Outcome(source=source, state="fetched")
 
     def _lock_anew(self, name: str, lock: Lock) -> Outcome:
-        place = find_place(parse_reference(name), base=lock.folder, settings=self.settings)
-        fetched = fetch(place, settings=self.settings, offline=self.offline)
+        fetched = self._fetch(self._find_place(name, lock))
         return Outcome(source=self._keep(name, fetched), state="added")
 
     def _keep(self, name: str, fetched: Fetched) -> Source:
@@ -177,17 +184,14 @@ class Project:
         return outcomes
 
     def _update_one(self, source: Source, lock: Lock, accept_moved: bool) -> Outcome:
-        reference = parse_reference(source.reference)
-        place = find_place(reference, base=lock.folder, settings=self.settings)
+        place = self._find_place(source.reference, lock)
         if place.is_git:
-            now = ask_revision(place, settings=self.settings, offline=self.offline)
-            if now.commit == source.revision and find_copy(source, self.cache):
+            commit = self._ask_commit(place)
+            if commit == source.revision and find_copy(source, self.cache):
                 return Outcome(source=source, state="unchanged")
-            if source.revision_kind == "tag" and now.commit != source.revision:
-                if not accept_moved:
-                    raise _report_moved(source, now.commit)
-        fetched = fetch(place, settings=self.settings, offline=self.offline)
-        found = self._keep(source.reference, fetched)
+            if source.revision_kind == "tag" and commit != source.revision and not accept_moved:
+                raise _report_moved(source, commit)
+        found = self._keep(source.reference, self._fetch(place))
         if found == source:
             return Outcome(source=source, state="unchanged")
         return Outcome(source=found, state="updated", before=source)
@@ -211,16 +215,12 @@ class Project:
 
     def _verify_origin(self, source: Source, lock: Lock) -> None:
         """A tag still means its commit; a file of the web still has its bytes."""
-        place = find_place(
-            parse_reference(source.reference), base=lock.folder, settings=self.settings
-        )
+        place = self._find_place(source.reference, lock)
         if source.revision_kind == "tag":
-            now = ask_revision(place, settings=self.settings, offline=self.offline)
-            if now.commit != source.revision:
-                raise _report_moved(source, now.commit)
+            if (commit := self._ask_commit(place)) != source.revision:
+                raise _report_moved(source, commit)
         elif not place.is_git and not place.is_local:
-            fetched = fetch(place, settings=self.settings, offline=self.offline)
-            if hash_bytes(fetched.data) != source.sha256:
+            if hash_bytes(self._fetch(place).data) != source.sha256:
                 raise _report_other_bytes(source)
 
 

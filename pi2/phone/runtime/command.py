@@ -13,7 +13,7 @@ from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
-from pi2.diagnostics import Diagnostic, UserError
+from pi2.diagnostics import UserError, texts
 from pi2.logging import configure_logging
 from pi2.phone.documents import PLAN, STORE, TABLE, check_bundle, read_bundle, read_resolved
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(make_parser().parse_args(arguments))
     except UserError as error:
-        print_diagnostics(error.diagnostics)
+        sys.stderr.write(texts.render_full(error.diagnostics))
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -217,7 +217,7 @@ def generate(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
     from pi2.orchestrator import build
     from pi2.progress import ignore_progress
 
-    prompt = None if options.chat is not None else read_prompt(options)
+    prompt = None if options.chat is not None else choose_prompt(options)
     chosen = {
         name: getattr(options, name)
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -247,22 +247,13 @@ def generate(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
     return 0
 
 
-def read_prompt(options: argparse.Namespace) -> str:
+def choose_prompt(options: argparse.Namespace) -> str:
     """Return the prompt; UserError P603 or P607 if there is none, or it cannot be read."""
     if len(options.prompt) + (options.file is not None) > 1:
         raise UserError.of("P603", "a bundle takes one prompt", help="give --prompt once, or -f")
-    if options.prompt:
-        return str(options.prompt[0])
-    try:
-        if options.file is not None:
-            data = options.file.read_bytes()
-        elif sys.stdin.isatty() or not (data := sys.stdin.buffer.read()):
-            raise UserError.of("P603", "there is no prompt", help="give --prompt TEXT, or -f FILE")
-        return str(data.decode("utf-8"))
-    except OSError as error:
-        raise UserError.of("P607", f"cannot read the prompt: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError.of("P607", "the prompt is not UTF-8", help="save it as UTF-8") from None
+    from pi2.engine.text import read_prompt
+
+    return str(options.prompt[0]) if options.prompt else read_prompt(options.file)
 
 
 def list_messages(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -275,13 +266,3 @@ def list_messages(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
     before = [] if options.system is None else [{"role": "system", "content": options.system}]
     return [*before, {"role": "user", "content": options.chat}]
-
-
-def print_diagnostics(diagnostics: Sequence[Diagnostic]) -> None:
-    for item in diagnostics:
-        place = "" if item.span is None else f"{item.span.file}: "
-        print(f"{place}{item.severity}[{item.code}]: {item.message}", file=sys.stderr)
-        for note in item.notes:
-            print(f"   = note: {note}", file=sys.stderr)
-        if item.help is not None:
-            print(f"   = help: {item.help}", file=sys.stderr)
