@@ -39,13 +39,9 @@ class ReplayOptions:
         "--policy",
         type=click.Choice(["lru", "lfu", "lru-layer", "lfu-layer", "belady", "belady-layer"]),
     )
-    """Cache policy, repeatable: for all layers together, or one cache by layer. Default: all."""
     sizes: tuple[str, ...] = option("--memory", metavar="SIZE")
-    """Size of the cache, repeatable: '4 GiB', or a share of all experts such as '30%'."""
     skip: int = option(type=click.IntRange(min=0), default=0)
-    """First tokens that fill the cache and are not counted, such as a prompt's."""
     plot: Path | None = option(type=FILE, metavar="FILE")
-    """Write a plot (needs the extra `plot`)."""
     as_json: bool = JSON()
 
 
@@ -151,13 +147,9 @@ def write_hits_plot(path: Path, rows: list[list[Replay]]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
     output: Path = option("-o", "--output", type=FILE, default=Path("trace.json"))
-    """Output file of the trace."""
     prompt: str = option("-p", "--prompt", default="The")
-    """Prompt."""
     tokens: int = option("-n", "--max-tokens", type=click.IntRange(1, 64), default=4)
-    """Tokens to record."""
     warm_up: int = option(type=click.IntRange(min=0), default=8)
-    """Tokens to generate before recording, to warm the neuron cache."""
 
 
 @click.command("trace")
@@ -190,19 +182,12 @@ def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ActivationsOptions(TextOptions):
     output: Path = option("-o", "--output", required=True, metavar="STATS")
-    """Output folder of the statistics."""
     largest: float | None = option(type=click.FloatRange(0, 1, min_open=True), metavar="SHARE")
-    """For SiLU and GELU: count the largest of a token's neurons, this share of them, as active."""
     samples: int = option(type=click.IntRange(min=0, max=4096), default=256)
-    """Neurons per layer whose co-activation is counted; 0 for none."""
     moments: bool = False
-    """Also record second moments of the inputs of weights, for `pi2 convert --quantizer`."""
     routing: bool = False
-    """For MoE models: record only which experts compute each token, for `pi2 replay`."""
     plot: Path | None = option(type=FILE, metavar="FILE")
-    """Write a plot (needs the extra `plot`)."""
     replace: bool = option("--force")
-    """Overwrite the statistics of another run."""
     as_json: bool = JSON()
 
 

@@ -34,11 +34,8 @@ WORDS = ("reference", "gate", "low-rank", "llama.cpp")
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(TextOptions):
     files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
-    """UTF-8 text that the model was not trained on; repeatable."""
     stride: int | None = option(type=click.IntRange(min=1))
-    """Tokens from the start of one window to the next; default: no overlap."""
     against: tuple[str, ...] = option(metavar="WHAT")
-    """Also evaluate reference, gate, low-rank, llama.cpp (same GGUF file), or another plan."""
     as_json: bool = JSON()
 
 
@@ -99,32 +96,21 @@ def parse_counts(
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     prompt: str | None = option("-p", "--prompt", metavar="TEXT")
-    """Take tokens from this text, over and over, instead of the vocabulary in order."""
     prompt_tokens: tuple[int, ...] = option(
         callback=parse_lengths, metavar="N,...", default="128,512"
     )
-    """Prompt lengths in tokens; 0 for none."""
     max_tokens: tuple[int, ...] = option(
         "-n", "--max-tokens", callback=parse_lengths, metavar="N,...", default="64"
     )
-    """Numbers of tokens to generate; 0 for none."""
     depth: tuple[int, ...] = option(
         "-d", "--depth", callback=parse_lengths, metavar="N,...", default="0"
     )
-    """Context depths: tokens in the KV cache before the test starts."""
     sequences: tuple[int, ...] | None = option(callback=parse_counts, metavar="N,...")
-    """Generate for so many sequences at a time, in turns, with the context that tests need unless
-    the plan states kv.context."""
     repetitions: int = option("-r", "--repetitions", type=click.IntRange(min=1), default=5)
-    """Measured repetitions after a warm-up."""
     form: Literal["md", "json", "csv"] = option("--format", default="md")
-    """Format of the results."""
     output: Path | None = option("-o", "--output", type=FILE, metavar="FILE")
-    """Write the results to this file."""
     with_profile: bool = option("--profile")
-    """Add a run of each test that shows where the time goes."""
     text: Path | None = None
-    """Take tokens from this file, as with --prompt."""
     memory: str | None = MEMORY()
     settings: tuple[str, ...] = SET()
 

@@ -37,35 +37,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     model: str | None = option(metavar="FILE", shell_complete=suggest_models)
-    """Model document, as a path or short name.  [default: derived from the checkpoint]"""
     output: Path = option("-o", "--output", required=True, metavar="STORE")
-    """Output folder of the new neuron store, or a GGUF file."""
     quantization: str | None = option(type=click.Choice((*name_packings("neurons"), *MIXTURES)))
-    """Weight precision; overrides the model document's.  q4_0 and the following are types of
-    GGUF formats: the output is a GGUF file then.  [default: for -o FILE.gguf the
-    checkpoint's, or q4_k_m by a text; in a store int4, or no fewer bits than a GGUF file has]"""
     imatrix: Path | None = option(type=FILE, metavar="FILE")
-    """Importance matrix of llama-imatrix, for rounding to those types: .dat or GGUF."""
     calibrate: tuple[Path, ...] = option("--calibrate", metavar="TEXT")
-    """UTF-8 text for rounding to those types, instead of an importance matrix; repeatable."""
     tokenizer: Path | None = TOKENIZER()
     predictors: Path | None = option(metavar="FILE")
-    """Activation predictors to use if the checkpoint has none: a safetensors file, or a PowerInfer
-    folder (model_0.pt, ...; needs torch)."""
     activations: Path | None = option(metavar="FILE")
-    """Parquet file of activation counts: neurons are stored in order of hotness."""
     mtp: bool = option("--mtp")
-    """Convert the checkpoint's MTP head only, into a store that drafts for its model."""
     quantizer: Literal["nearest", "search", "compensated"] = "search"
-    """Rounding of int4: nearest is faster, compensated more accurate."""
     scales: Literal["inline", "resident"] = "inline"
-    """Place of the scales of neurons: in the bundles, or in separate files kept in memory."""
     statistics: Path | None = option(metavar="STATS")
-    """Folder of `pi2 activations --moments`; needed by search and compensated."""
     errors: Path | None = option(type=FILE, metavar="FILE")
-    """Write the quantisation error of every tensor as JSON."""
     replace: bool = option("--force")
-    """Overwrite an existing neuron store."""
 
 
 @click.command("convert")

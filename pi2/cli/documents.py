@@ -129,9 +129,7 @@ def schema_command(output: Path, check: bool) -> int:
 class ShowOptions:
     resolved: bool = option(hidden=True)  # what it does anyway
     origins: bool = False
-    """Show where each value comes from."""
     document: Literal["plan", "device", "model"] = "plan"
-    """Print the plan's device or model instead of the plan."""
     memory: str | None = MEMORY()
     settings: tuple[str, ...] = SET()
 
@@ -221,7 +219,6 @@ def lsp_command() -> None:
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
     output: Path | None = option("-o", "--output", type=FILE, metavar="FILE")
-    """Output file, NAME.plan.toml."""
     force: bool = FORCE()
 
 

@@ -55,14 +55,9 @@ def list_command(found: bool) -> None:
 @dataclass(frozen=True, kw_only=True)
 class PullOptions:
     quantization: str | None = option(type=click.Choice(name_packings("tables")))
-    """Weight precision of a neuron store.  [default: a GGUF file as it is, or in q4_k_m of other
-    checkpoints, if it runs; else int4]"""
     file: str | None = option(metavar="FILE")
-    """Which of several GGUF models of the repository."""
     name: str | None = option(metavar="NAME")
-    """Name of the model here.  [default: the repository's]"""
     replace: bool = option("--force")
-    """Replace the model that has the name."""
 
 
 @click.command("pull")
@@ -195,9 +190,7 @@ def list_things(kinds: tuple[str, ...]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ClearOptions:
     older_than: int | None = option(callback=parse_age, metavar="AGE")
-    """Keep entries used within this time, such as 12h, 30d or 8w."""
     dry_run: bool = option("-n", "--dry-run")
-    """Remove nothing; say what would go."""
 
 
 @cache_command.command("clear")

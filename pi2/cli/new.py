@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     output: Path | None = option("-o", "--output", metavar="FILE")
-    """Output file, NAME.KIND.toml.  [default: one named after it, in this folder]"""
     force: bool = FORCE()
 
     def choose(self, name: str, kind: Kind) -> Path:
@@ -83,17 +82,11 @@ def new_command() -> None:
 @dataclass(frozen=True, kw_only=True)
 class NewPlanOptions(OutputOptions):
     device: str | None = option(metavar="DEVICE", shell_complete=suggest_devices)
-    """Device: a short name, path or reference."""
     model: str | None = option(metavar="MODEL", shell_complete=suggest_models)
-    """Model: a short name, path or reference."""
     memory: str | None = option(metavar="SIZE")
-    """Memory budget of the whole process, such as '4 GiB'."""
     context: int | None = option(type=COUNT)
-    """Context length in tokens, prompt and answer together."""
     store: str | None = None
-    """Folder of the neuron store.  [default: stores/MODEL]"""
     modelfile: Path | None = option(metavar="FILE")
-    """Make the plan of ollama's Modelfile FILE instead."""
 
 
 @new_command.command("plan")
@@ -174,7 +167,6 @@ def new_presets(plans: tuple[Path, ...]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class NewDeviceOptions(OutputOptions):
     like: str | None = option(shell_complete=suggest_devices)
-    """Start from this device instead of this machine."""
 
 
 @new_command.command("device")
@@ -196,31 +188,20 @@ def new_device(name: str | None, given: NewDeviceOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ShapeOptions:
     layers: int | None = option(type=COUNT)
-    """Transformer blocks."""
     hidden: int | None = option(type=COUNT)
-    """Width of the residual stream."""
     ffn: int | None = option(type=COUNT)
-    """FFN neurons of a layer."""
     heads: int | None = option(type=COUNT)
-    """Query heads."""
     kv_heads: int | None = option(type=COUNT)
-    """Key and value heads."""
     head_dim: int | None = option(type=COUNT)
-    """Width of a head."""
     vocab: int | None = option(type=COUNT)
-    """Tokens of the vocabulary."""
     context: int | None = option(type=COUNT)
-    """Longest sequence, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewModelOptions(ShapeOptions, OutputOptions):
     like: str | None = option(shell_complete=suggest_models)
-    """Start from this model."""
     checkpoint: Path | None = None
-    """Describe this checkpoint, as `pi2 model new` does."""
     activation: str | None = None
-    """Activation function of the FFN, such as relu or silu."""
 
 
 @new_command.command("model")

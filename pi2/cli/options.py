@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import json
 import os
-import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -216,7 +213,7 @@ def option(*names: str, **settings: Any) -> Any:
 
 def take_options(kind: type[Options]) -> Callable[[Command], Command]:
     """Give a command the options of dataclass ``kind`` as ``given``: bool is a flag, Literal a
-    choice, a tuple repeatable; the string below a field is its help."""
+    choice, a tuple repeatable; ``options.toml`` has the help of each field."""
     stated = dict(_make_options(kind))
 
     def add(command: Command) -> Command:
@@ -231,38 +228,36 @@ def take_options(kind: type[Options]) -> Callable[[Command], Command]:
 
 
 def _make_options(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
-    texts = functools.cache(partial(read_texts, kind))
-    hints, described = get_type_hints(kind), partial(_DescribedOption, read=texts)
+    hints, described = get_type_hints(kind), partial(_DescribedOption, kind=kind)
     return [(item.name, _make_option(item, hints[item.name], described)) for item in fields(kind)]
 
 
 class _DescribedOption(click.Option):
-    """An option that reads its help from the source of a dataclass when it is shown."""
+    """An option that looks its help up when it is shown."""
 
-    def __init__(self, *names: Any, read: Callable[[], Mapping[str, str]], **settings: Any) -> None:
-        self._read = read
+    def __init__(self, *names: Any, kind: type[Any], **settings: Any) -> None:
+        self._kind = kind
         super().__init__(*names, **settings)
 
     @property
     def help(self) -> str | None:
         assert self.name is not None
-        return self._help or self._read().get(self.name)
+        return self._help or read_texts(self._kind).get(self.name)
 
     @help.setter
     def help(self, text: str | None) -> None:
         self._help = text
 
 
+@functools.cache
+def read_table() -> Mapping[str, Mapping[str, str]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
 def read_texts(kind: type[Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        (stated,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(stated, ast.ClassDef)
-        for item, text in pairwise(stated.body):
-            match item, text:
-                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(words))):
-                    found[name] = re.sub(r"\n *", " ", words)
-    return found
+    """The help of a dataclass's options, inherited ones first."""
+    tables = (read_table().get(base.__name__, {}) for base in reversed(kind.__mro__))
+    return {name: text for table in tables for name, text in table.items()}
 
 
 def _make_option(
@@ -328,11 +323,8 @@ DRAFT = partial(
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
-    """UTF-8 text; repeatable."""
     context: int | None = option(type=click.IntRange(min=2))
-    """Window length in tokens; default: kv.context, at most 512."""
     windows: int | None = option(type=click.IntRange(min=1))
-    """Number of windows, spread over the text; default: all."""
 
     def read_passages(self, *, stride: int | None = None, held_out: int | None = None) -> Passages:
         """The texts, to be cut as the options say; UserError P660."""
@@ -348,17 +340,11 @@ class SamplingOptions:
     """How tokens are drawn, if a plan's ``[sampling]`` shall not say it."""
 
     temperature: float | None = None
-    """Sampling temperature; 0 is greedy.  [default: the plan's]"""
     top_k: int | None = None
-    """Sample from the k most likely tokens; 0 for all."""
     top_p: float | None = None
-    """Sample from the smallest set of tokens with at least this total probability."""
     min_p: float | None = None
-    """Sample from tokens with at least this fraction of the top probability."""
     repetition_penalty: float | None = None
-    """Penalty for tokens that were already used; above 1 avoids them."""
     seed: int | None = None
-    """Random seed."""
 
     @property
     def sampling(self) -> dict[str, Any]:

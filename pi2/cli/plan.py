@@ -50,39 +50,23 @@ FOR_FILES = ("device", "model", "memory", "batch", "context", "exact", "output",
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanningOptions:
     device: str = option(metavar="DEVICE", default="", shell_complete=suggest_devices)
-    """Device: a short name, path or reference.  [default: PLAN's]"""
     model: str = option(metavar="MODEL", default="", shell_complete=suggest_models)
-    """Model: a short name, path or reference.  [default: PLAN's]"""
     memory: str | None = option(metavar="SIZE")
-    """Memory limit of the whole process, such as 3GiB."""
     unit_memory: tuple[str, ...] = option(metavar="UNIT=SIZE")
-    """Memory limit of a unit with memory of its own, such as gpu=8GiB.  [default: all of it]"""
     speed: str | None = option(metavar="RATE")
-    """Minimum decode speed of all sequences together, such as 10tok/s."""
     objective: Literal["speed", "memory", "energy"] = "speed"
-    """What to optimise within the limits; energy is in joules per token."""
     batch: str = option(default="1", metavar="N|N-M")
-    """Sequences that generate at the same time; a range writes one plan per number."""
     context: int | None = option(type=COUNT)
-    """Context length in tokens.  [default: the model's, at most 4096]"""
     exact: bool = False
-    """Only use settings that do not change results."""
     store: Path | None = None
-    """Neuron store that the plan names and whose activation statistics are used.  [default:
-    stores/MODEL]"""
     thresholds: Path | None = option(metavar="FILE")
-    """Thresholds for an MoE model's experts, used if that is faster."""
     leave_out: float = option(type=click.FloatRange(0.0, 0.5), metavar="SHARE", default=0.0)
-    """Share of the predictor's scores that may be left out instead of read."""
     output: Path | None = option("-o", "--output")
-    """Output file, NAME.plan.toml."""
     force: bool = FORCE()
     pareto: bool = False
-    """Print speed against memory instead of one plan."""
     plot: Path | None = option(type=FILE)
-    """Plot the curve of --pareto (needs the extra `plot`)."""
 
 
 @click.command("plan")
@@ -93,8 +77,8 @@ class PlanOptions:
     type=click.Path(path_type=Path),
     shell_complete=suggest_plans,
 )
-@take_options(PlanOptions)
-def plan_command(wishes: Path | None, given: PlanOptions) -> None:
+@take_options(PlanningOptions)
+def plan_command(wishes: Path | None, given: PlanningOptions) -> None:
     """Find the fastest plan for a memory limit, or the smallest for a speed.
 
     With PLAN, its device, model, weights, budget, context, batch, speed and quality count unless an
@@ -148,7 +132,7 @@ def plan_command(wishes: Path | None, given: PlanOptions) -> None:
         click.echo("\n".join(("", *write_batches(found))))
 
 
-def _plan_file(chosen: ChosenPlan, given: PlanOptions) -> None:
+def _plan_file(chosen: ChosenPlan, given: PlanningOptions) -> None:
     """Describe the plan of a GGUF file that runs as it is, and write it."""
     from pi2.cli.documents import write_fitted
     from pi2.plan.documents.quantities import parse_size
@@ -184,7 +168,7 @@ def _plan_file(chosen: ChosenPlan, given: PlanOptions) -> None:
         write_fitted(chosen, given.output, lines, given.device)
 
 
-def _take_wishes(chosen: ChosenPlan, given: PlanOptions) -> PlanOptions:
+def _take_wishes(chosen: ChosenPlan, given: PlanningOptions) -> PlanningOptions:
     from pi2.plan.documents.quantities import format_bytes
     from pi2.plan.reading.references import is_path
 
@@ -228,7 +212,7 @@ def _name_output(output: Path | None, number: int, batches: range) -> Path | Non
     return output.with_name(f"{output.name.removesuffix(SUFFIX)}.batch-{number}{SUFFIX}")
 
 
-def _make_wish(given: PlanOptions) -> Wish:
+def _make_wish(given: PlanningOptions) -> Wish:
     from pi2.plan.documents.quantities import parse_size
     from pi2.planning.wish import Wish
 
@@ -311,7 +295,7 @@ def _parse_speed(text: str) -> float:
     return float(match[1])
 
 
-def _describe_file(planned: PlannedPlan, given: PlanOptions) -> list[str]:
+def _describe_file(planned: PlannedPlan, given: PlanningOptions) -> list[str]:
     """Which file runs instead of a store whose router chooses whole experts (P525)."""
     resolved, name = planned.resolved, planned.wish.model.id
     if given.store or not resolved.source.wants_file(resolved):
@@ -322,7 +306,7 @@ def _describe_file(planned: PlannedPlan, given: PlanOptions) -> list[str]:
     ]
 
 
-def _write(path: Path, planned: PlannedPlan, given: PlanOptions) -> None:
+def _write(path: Path, planned: PlannedPlan, given: PlanningOptions) -> None:
     from pi2.planning.text import describe_choices, write_planned
 
     wish = planned.wish

@@ -32,19 +32,12 @@ Target = Literal["aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
     target: Target = "aarch64-linux-gnu"
-    """Machine that the bundle is for."""
     output: Path = option("-o", "--output", required=True)
-    """Folder of the bundle, a new one."""
     without_store: bool = False
-    """Leave the weights out."""
     without_probe: bool = False
-    """Leave out the kernels that --probe times."""
     copy_store: bool = False
-    """Copy the weights instead of linking them."""
     features: str | None = option(metavar="LIST")
-    """Processor features, such as neon,dotprod,i8mm.  [default: the device's]"""
     threads: int | None = option(type=click.IntRange(min=1, max=1024))
-    """Compute threads.  [default: the plan's, or the device's cores]"""
 
 
 @click.command("build")
@@ -83,22 +76,14 @@ def build_command(plan: ChosenPlan, given: BuildOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
     output: Path | None = option("-o", "--output")
-    """Output file, NAME.device.toml."""
     other: str | None = option("--compare", metavar="DEVICE")
-    """Device to compare with: a path or short name."""
     disk: Path | None = option(type=click.Path(path_type=Path, exists=True, file_okay=False))
-    """Folder on the disk to measure, or a neuron store.  [default: the folder of the output]"""
     force: bool = FORCE()
     rpc: str | None = option(metavar="HOST:PORT")
-    """Measure kernels on another machine, through TVM's tracker."""
     key: str = "phone"
-    """Its key at the tracker."""
     target: Target = "aarch64-linux-gnu"
-    """What the other machine is."""
     features: str | None = option(metavar="LIST")
-    """Its processor's features, such as neon,dotprod."""
     threads: int = option(type=click.IntRange(1, 1024), default=4)
-    """Its threads."""
 
 
 @click.command("probe")

@@ -165,29 +165,19 @@ def log_counters(model: LoadedModel) -> None:
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     prompts: tuple[str, ...] = option("-p", "--prompt")
-    """Prompt; repeat for several sequences."""
     prompt_file: Path | None = option("-f", "--file")
-    """Read the prompt from a file."""
     list_file: Path | None = option("--prompts", metavar="FILE")
-    """Read one prompt per line from a file."""
     chat: str | None = option(metavar="TEXT")
-    """User message, sent using the model's chat template."""
     system: str | None = option(metavar="TEXT")
-    """System message, with --chat."""
     max_tokens: int = option("-n", "--max-tokens", type=click.IntRange(min=1), default=128)
-    """Maximum number of tokens to generate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(SamplingOptions, PromptOptions):
     best_of: int | None = option(type=click.IntRange(2, 64))
-    """Draw N texts at the same time; print the likeliest."""
     stop: tuple[str, ...] = ()
-    """Stop at this text; repeatable."""
     ignore_eos: bool = False
-    """Continue after an end-of-sequence token."""
     mlc: Path | None = option(metavar="FOLDER")
-    """Let an installed MLC-LLM compute a dense model, with the weights of FOLDER."""
     as_json: bool = JSON()
 
     def list_options(self, model: LoadedModel) -> dict[str, Any]:

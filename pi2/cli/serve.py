@@ -50,11 +50,8 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingOptions):
     system: str | None = option(metavar="TEXT")
-    """System message."""
     first: str | None = option("-p", "--prompt", metavar="TEXT")
-    """First message."""
     max_tokens: int | None = option("-n", "--max-tokens", type=click.IntRange(min=1))
-    """Longest answer, in tokens."""
 
 
 @click.command("chat")
@@ -192,33 +189,20 @@ KEY_VARIABLE = "PI2_API_KEY"
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     host: str = "127.0.0.1"
-    """Address; 0.0.0.0 for every network."""
     port: int = option(type=click.IntRange(0, 65535), default=8000)
-    """Port; 0: any."""
     keys: tuple[str, ...] = option("--api-key", metavar="KEY")
-    """Key that clients must give; repeatable.  [default: PI2_API_KEY]"""
     origins: tuple[str, ...] = option("--allow-origin", metavar="ORIGIN")
-    """Allow pages of ORIGIN."""
     memory: str | None = option(metavar="SIZE")
-    """Memory of the loaded models together: plans are fitted to it, and take turns in it.  A share
-    such as '60 %' is one of the free memory."""
     presets: Path | None = option("--models-preset", metavar="FILE")
-    """Serve the models of llama-server's presets (INI)."""
     settings: tuple[str, ...] = SET()
     tokenizer: Path | None = TOKENIZER()
     draft: Path | None = DRAFT()  # noqa: RUF009  # a field
     max_waiting: int = option(type=click.IntRange(min=0), default=256)
-    """Sequences that may wait for a place in a model; others get 429."""
     max_seconds: float = option(type=click.FloatRange(min=0, min_open=True), default=600.0)
-    """Longest time for an answer."""
     max_body: str = option(default="8 MiB", metavar="SIZE")
-    """Largest body."""
     on: Literal["here", "ray"] = "here"
-    """In this process, or in replicas on a Ray cluster."""
     replicas: int | None = option(type=click.IntRange(min=1))
-    """Replicas on Ray.  [default: 1]"""
     autoscale: str | None = option(metavar="MIN:MAX")
-    """Let Ray choose how many replicas there are."""
 
 
 @click.command("serve")

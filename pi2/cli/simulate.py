@@ -45,25 +45,15 @@ class SweepOptions:
     devices: tuple[str, ...] = option(
         metavar="DEVICE", required=True, shell_complete=suggest_devices
     )
-    """Devices: short name, path, or quoted pattern."""
     models: tuple[str, ...] = option(metavar="MODEL", required=True, shell_complete=suggest_models)
-    """Models: short name, path, or quoted pattern."""
     memory: str = option(metavar="FIRST:LAST:STEP", required=True)
-    """Memory limits, such as 4GiB:24GiB:1GiB."""
     context: int = option(type=COUNT, default=2048)
-    """Context length in tokens."""
     tokens: int = option(type=click.IntRange(min=1), default=64)
-    """Tokens to simulate per cell."""
     jobs: int | None = option(type=click.IntRange(1, 1024))
-    """Number of workers.  [default: one per core]"""
     on: Literal["processes", "ray"] = "processes"
-    """Place of the workers: processes on this machine, or a Ray cluster (needs the extra `ray`)."""
     output: Path = option("-o", "--output", required=True)
-    """Output file, Parquet."""
     plot: Path | None = option(type=FILE)
-    """Plot speed against memory (needs the extra `plot`)."""
     matrix: Path | None = option(type=FILE)
-    """Plot which device runs which model how fast (needs the extra `plot`)."""
 
 
 @click.command("sweep")
@@ -157,15 +147,10 @@ TRACED_TOKENS = 2
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
     tokens: int = option(type=click.IntRange(min=1), default=1024)
-    """Tokens to generate."""
     prompt: int = option(type=click.IntRange(min=1), default=64)
-    """Prompt length in tokens."""
     seed: int = option(type=click.IntRange(min=0), default=0)
-    """Random seed."""
     trace: Path | None = option(type=FILE)
-    """Write 2 tokens as a Chrome or Perfetto trace."""
     plot: Path | None = option(type=FILE)
-    """Plot the times between tokens (needs the extra `plot`)."""
     as_json: bool = JSON()
 
 

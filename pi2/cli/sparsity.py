@@ -39,15 +39,10 @@ def predictor_command() -> None:
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TextOptions):
     files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
-    """UTF-8 training text; its last tenth is held out for evaluation.  Repeatable."""
     output: Path = option("-o", "--output", required=True, metavar="FOLDER")
-    """Output folder of the store, model document and plan."""
     rank: str = "auto"
-    """Rank of every layer, or auto."""
     recall: float = option(type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.97)
-    """Share of active neurons to find: higher is more accurate and slower."""
     passes: float | None = option(type=click.FloatRange(0, 1000, min_open=True))
-    """Epochs; default: 4 to 16, fewer for longer texts."""
     as_json: bool = JSON()
 
 
@@ -123,23 +118,15 @@ def sparsity_command() -> None:
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(TextOptions):
     files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
-    """UTF-8 calibration text; its last tenth is held out for evaluation.  Repeatable."""
     target: float | None = option(
         type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE"
     )
-    """Share of up and down projections to skip, such as 0.5."""
     loss: str | None = option(metavar="SHARE")
-    """Skip as much as raises perplexity by at most this, such as 2%."""
     method: Literal["cats", "cats-teal"] | None = None
-    """Which values are compared with thresholds.  [default: cats]"""
     output: Path | None = option("-o", "--output", type=FILE, metavar="FILE")
-    """Output file of the thresholds; default: the one that the plan names."""
     new_plan: Path | None = option("--plan", type=FILE, metavar="FILE")
-    """Also write a plan that extends PLAN and uses them."""
     evaluated: int = option(type=click.IntRange(min=1), default=16)
-    """Most windows for measuring perplexity; fewer where its error is small."""
     error: str | None = option(metavar="SHARE")
-    """Largest error of the change of perplexity, such as 1%.  [default: half of the change]"""
     force: bool = FORCE()
     as_json: bool = JSON()
 

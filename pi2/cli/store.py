@@ -100,15 +100,9 @@ def verify(path: Path, as_json: bool) -> int:
 @dataclass(frozen=True, kw_only=True)
 class ReorderOptions:
     kind: Literal["hotness", "coactivation", "expert"] = option("--by", required=True)
-    """Order of neurons: by hotness; or in bands of similar hotness, sorted by co-activation or by
-    expert within each."""
     statistics: Path | None = option(metavar="STATS")
-    """Folder of `pi2 activations`.  For hotness a Parquet file of counts is enough; for expert a
-    store in order of hotness needs none."""
     output: Path | None = option("-o", "--output", metavar="STORE")
-    """Output folder of the new store.  [default: replace the old one]"""
     replace: bool = option("--force")
-    """Overwrite an existing neuron store at OUTPUT."""
 
 
 @store_command.command("reorder")
@@ -134,13 +128,9 @@ def reorder(path: Path, given: ReorderOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class RepackOptions:
     stride: str | None = option(metavar="SIZE")
-    """Distance from one neuron to the next, such as '8 KiB'."""
     scales: Literal["inline", "resident"] | None = None
-    """Place of the scales: in the bundles, or in separate files that stay in memory."""
     output: Path | None = option("-o", "--output", metavar="STORE")
-    """Output folder of the new store.  [default: replace the old one]"""
     replace: bool = option("--force")
-    """Overwrite an existing neuron store at OUTPUT."""
 
 
 @store_command.command("repack")

@@ -48,9 +48,7 @@ class ExplainOptions:
     memory: str | None = MEMORY()
     settings: tuple[str, ...] = SET()
     cost: bool = False
-    """Show a plan's predicted time per token, layer by layer."""
     plot: Path | None = option(type=FILE)
-    """With --cost, also write a plot (needs the extra `plot`)."""
 
 
 @click.command("explain")
@@ -197,17 +195,11 @@ def find_near(code: str, pages: Mapping[str, Page]) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
     output_format: str = option("--format", type=click.Choice(list_formats()), default="full")
-    """Output format of findings."""
     output_file: Path | None = option("-o", "--output", type=FILE)
-    """Write findings to this file instead of standard output."""
     strict: bool = option("--strict")
-    """Treat warnings as errors."""
     baseline: Path | None = option(type=FILE)
-    """Report only findings that this file does not list."""
     writes: bool = option("--write-baseline")
-    """Write today's findings into --baseline."""
     locked: bool = False
-    """Fail if pi2.lock is out of date."""
 
 
 @click.command("validate")

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ from click.shell_completion import BashComplete
 from pi2.authoring.explanation import describe_field, parse_path
 from pi2.cli.commands import list_commands
 from pi2.cli.main import group, run
-from pi2.cli.options import suggest_settings
+from pi2.cli.options import read_table, suggest_settings
 from pi2.plan.documents.plan import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -99,3 +100,16 @@ def test_every_offered_setting_is_a_key_of_a_plan() -> None:
 def test_options_and_choices_are_offered() -> None:
     assert "--format" in offer("validate", "--for")
     assert offer("validate", "--format", "s") == ["sarif"]
+
+
+def test_every_option_has_a_help_and_every_help_an_option() -> None:
+    waiting, kinds = [group.get_command(click.Context(group), name) for name in list_commands()], {}
+    while waiting:
+        command = waiting.pop()
+        assert command is not None and command.callback is not None
+        waiting += command.commands.values() if isinstance(command, click.Group) else []
+        options = [item for item in command.params if isinstance(item, click.Option)]
+        assert [item.name for item in options if not (item.help or item.hidden)] == []
+        kinds |= vars(sys.modules[command.callback.__module__])
+    for name, texts in read_table().items():
+        assert texts.keys() <= {item.name for item in fields(kinds[name])}, name
