@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from pi2.authoring.writing import Cost, list_costs
+from pi2.authoring.writing import list_costs
 from pi2.diagnostics import UserError
 from pi2.fitting.check import Report
 from pi2.plan.composing.compose import Step, trace_value
@@ -273,7 +273,7 @@ class Explanation:
     steps: tuple[Step, ...]
     """The places that state the value, the weakest first; empty for a default."""
     doc: FieldDoc | None
-    costs: tuple[Cost, ...] = ()
+    costs: tuple[str, ...] = ()
 
 
 def parse_path(text: str) -> KeyPath:
@@ -369,7 +369,7 @@ def explain_value(report: Report, kind: Kind, path: KeyPath) -> Explanation:
         raise _report_unknown(format_path(path), own, owner)
     source = report.files.get(owner)
     value = None if source is None else look_up(_dump(report, owner, source.values), own)
-    costs: tuple[Cost, ...] = ()
+    costs: tuple[str, ...] = ()
     if resolved is not None and kind == "plan":
         costs = tuple(list_costs(resolved, (owner, *own) if owner != "plan" else path))
     return Explanation(

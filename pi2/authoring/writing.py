@@ -1,7 +1,6 @@
 """Resolved documents as TOML, always the same text; the bytes that values of a plan cost."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -208,17 +207,8 @@ _SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
 """Segments whose size follows from a key; keys of the model begin with ``model``."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Bytes of one segment, or of a layer's part of it."""
-
-    segment: str
-    needed_bytes: int
-    text: str
-
-
-def list_costs(resolved: ResolvedPlan, path: KeyPath) -> Iterator[Cost]:
-    """Costs of the value at ``path``; keys of the model begin with ``model``."""
+def list_costs(resolved: ResolvedPlan, path: KeyPath) -> Iterator[str]:
+    """Bytes that the value at ``path`` costs; keys of the model begin with ``model``."""
     if path[:2] == ("memory", "segments") and len(path) == 3:
         yield _describe_segment(resolved, str(path[2]))
     elif path[:2] == ("memory", "units"):
@@ -240,7 +230,7 @@ def list_costs(resolved: ResolvedPlan, path: KeyPath) -> Iterator[Cost]:
             yield from _describe_units(resolved, ())
 
 
-def _describe_units(resolved: ResolvedPlan, names: KeyPath) -> Iterator[Cost]:
+def _describe_units(resolved: ResolvedPlan, names: KeyPath) -> Iterator[str]:
     """Memory needed by dense units; units in main memory are part of the segment ``hot``."""
     for name, need in count_unit_needs(resolved).items():
         segment = resolved.name_segment(name)
@@ -252,31 +242,30 @@ def _describe_units(resolved: ResolvedPlan, names: KeyPath) -> Iterator[Cost]:
             text += name_memory(resolved, name)
             if memory is not None:
                 text += f", which has {format_bytes(memory.budget)}"
-            yield Cost(segment, need.bytes, text)
+            yield text
 
 
-def _describe_segment(resolved: ResolvedPlan, name: str) -> Cost:
+def _describe_segment(resolved: ResolvedPlan, name: str) -> str:
     size = getattr(resolved.plan.memory.segments, name)
     needs = dict(resolved.needs.items())
     if name not in needs:
-        return Cost(name, size, f"{name}: {format_bytes(size)}")
+        return f"{name}: {format_bytes(size)}"
     need = needs[name]
     text = f"{name}: needs {approximate_bytes(need.bytes)} ({need.explanation}), has "
-    return Cost(name, need.bytes, text + format_bytes(size))
+    return text + format_bytes(size)
 
 
-def _describe_budget(resolved: ResolvedPlan) -> Cost:
+def _describe_budget(resolved: ResolvedPlan) -> str:
     memory = resolved.plan.memory
     total = sum(getattr(memory.segments, name) for name in type(memory.segments).model_fields)
-    text = f"segments: {approximate_bytes(total)} of the budget of {format_bytes(memory.budget)}"
-    return Cost("budget", total, text)
+    return f"segments: {approximate_bytes(total)} of the budget of {format_bytes(memory.budget)}"
 
 
-def _describe_layer(resolved: ResolvedPlan, number: int) -> Iterator[Cost]:
+def _describe_layer(resolved: ResolvedPlan, number: int) -> Iterator[str]:
     if number < len(resolved.layers):
         neurons = resolved.layers[number].hot_neurons
         size = neurons * resolved.bundle.stride
         share = f"layer {number}: {neurons} hot neurons"
         text = f"{share} of {resolved.bundle.stride} bytes, {approximate_bytes(size)}"
         owners = describe_owners(resolved, resolved.layers[number])
-        yield Cost("hot", size, "; ".join([text, *owners]))
+        yield "; ".join([text, *owners])

@@ -143,7 +143,7 @@ def write_explanation(item: Explanation) -> str:
         lines += [f"  from: {line}" for line in write_chain(item.steps)]
     elif item.value is not None:
         lines.append("  from: the default")
-    lines += [_indent(f"costs: {cost.text}") for cost in item.costs]
+    lines += [_indent(f"costs: {cost}") for cost in item.costs]
     return "\n".join(lines) + "\n"
 
 

@@ -229,7 +229,7 @@ def explain_place(checked: Checked, line: int, column: int) -> tuple[Span, str] 
     resolved = checked.report.resolved
     costs = [] if resolved is None else list(list_costs(resolved, path))
     if costs and kind == "plan":
-        parts.append("\n".join(f"- {cost.text}" for cost in costs))
+        parts.append("\n".join(f"- {cost}" for cost in costs))
     return span, "\n\n".join(parts)
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,41 +197,37 @@ class _Repository:
     def read(self, commit: str, path: str) -> bytes:
         """Bytes of a regular file; every folder on the way is a folder."""
         parts = path.split("/")
-        for count in range(1, len(parts) + 1):
-            entry = self.find_entry(commit, "/".join(parts[:count]))
-            if entry is None:
+        places = ["/".join(parts[: count + 1]) for count in range(len(parts))]
+        entries = self.list_tree(commit, places)
+        for place in places:
+            if place not in entries:
                 raise UserError.of("P725", f"{self.url} has no file `{path}` at {commit[:12]}")
-            mode, name = entry
-            shown = "/".join(parts[:count])
+            mode, name = entries[place]
             if mode == _SYMLINK:
                 raise UserError.of(
-                    "P724", f"`{shown}` is a symbolic link", help="name the file itself"
+                    "P724", f"`{place}` is a symbolic link", help="name the file itself"
                 )
             if mode == _SUBMODULE:
                 raise UserError.of(
                     "P725",
-                    f"`{shown}` is a submodule",
+                    f"`{place}` is a submodule",
                     help="name the repository that it stands for",
                 )
-            if (mode == _FOLDER) != (count < len(parts)):
+            if (mode == _FOLDER) != (place != path):
                 what = "a folder" if mode == _FOLDER else "a file"
-                raise UserError.of("P725", f"`{shown}` is {what}")
+                raise UserError.of("P725", f"`{place}` is {what}")
         return self.read_object(name, path)
 
-    def find_entry(self, commit: str, path: str) -> tuple[str, str] | None:
-        for mode, name, found in self.list_tree(commit, path):
-            if found == path:
-                return mode, name
-        return None
-
-    def list_tree(self, commit: str, path: str) -> Iterator[tuple[str, str, str]]:
-        """Entries that ``git ls-tree`` has for ``path``: mode, object and path."""
-        listed = self.run("ls-tree", "-z", "--full-tree", commit, "--", path)
+    def list_tree(self, commit: str, places: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Mode and object of each of ``places`` that a commit has."""
+        listed = self.run("ls-tree", "-z", "-t", "--full-tree", commit, "--", *places)
+        found = {}
         for item in listed.decode("utf-8", errors="surrogateescape").split("\0"):
-            head, tab, found = item.partition("\t")
+            head, tab, place = item.partition("\t")
             if tab:
                 mode, _, name = head.split(" ")
-                yield mode, name, found
+                found[place] = mode, name
+        return found
 
     def read_object(self, name: str, path: str) -> bytes:
         """Bytes of a blob; one that the filter left out is too large."""

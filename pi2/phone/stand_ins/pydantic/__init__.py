@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, reduce
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 __all__ = [
@@ -135,7 +136,7 @@ class BaseModel:
             raise ValidationError(f"{cls.__name__}: a table is expected, not {values!r:.80}")
         for name in cls.__readers__:
             values = getattr(cls, name)(values)
-        converters = _find_converters(cls)
+        converters = _find_converters(cls)  # type: ignore[arg-type]  # a class has a hash
         found = {}
         for name, value in values.items():
             if name in converters:
@@ -213,21 +214,23 @@ def _dump(value: Any, exclude_none: bool, exclude_defaults: bool) -> Any:
     return value
 
 
-_converters: dict[type[BaseModel], dict[str, Convert]] = {}
-
-
+@cache
 def _find_converters(model: type[BaseModel]) -> dict[str, Convert]:
-    if model not in _converters:
-        names = vars(sys.modules[model.__module__]) | {model.__name__: model}
-        hints = get_type_hints(model, localns=names, include_extras=True)
-        _converters[model] = {name: _make_converter(hints[name]) for name in model.model_fields}
-    return _converters[model]
+    names = vars(sys.modules[model.__module__]) | {model.__name__: model}
+    hints = get_type_hints(model, localns=names, include_extras=True)
+    return {name: _make_converter(hints[name]) for name in model.model_fields}
 
 
 def _make_converter(kind: Any) -> Convert:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _make_annotated(inner[0], inner[1:])
+        # Quantities are read, paths are checked.
+        before, after = (
+            [note.func for note in inner[1:] if isinstance(note, own)]
+            for own in (BeforeValidator, AfterValidator)
+        )
+        steps = [*before, _make_converter(inner[0]), *after]
+        return lambda value: reduce(lambda found, step: step(found), steps, value)
     if kind is Any:
         return lambda value: value
     if origin in (Union, types.UnionType):
@@ -248,20 +251,6 @@ def _make_converter(kind: Any) -> Convert:
         return lambda value: float(_expect(value, (int, float)))
     assert kind in (int, str, bool), kind
     return lambda value: _expect(value, (kind,))
-
-
-def _make_annotated(kind: Any, notes: tuple[Any, ...]) -> Convert:
-    """What makes a value of an annotated kind: quantities are read, paths are checked."""
-    before = [note.func for note in notes if isinstance(note, BeforeValidator)]
-    after = [note.func for note in notes if isinstance(note, AfterValidator)]
-    steps = [*before, _make_converter(kind), *after]
-
-    def convert(value: Any) -> Any:
-        for step in steps:
-            value = step(value)
-        return value
-
-    return convert
 
 
 def _choose(options: list[Convert], optional: bool, value: Any) -> Any:
