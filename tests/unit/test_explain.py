@@ -21,7 +21,7 @@ def find_used_codes() -> set[str]:
     for folder in ("pi2", "pi2/backends", "tools"):  # a walk does not follow the link
         for parent, _, names in os.walk(ROOT / folder):
             for name in names:
-                if name.endswith(".py") or name == "stated.toml":
+                if name.endswith((".py", "stated.toml", "references.toml")):
                     text = (Path(parent) / name).read_text(encoding="utf-8")
                     found.update(re.findall(r"\bP\d{3}\b", text))
     return found
