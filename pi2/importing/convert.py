@@ -164,10 +164,13 @@ class _Conversion:
         return list_files([rows, factors])
 
     def _list_dense_files(self, tensor: DenseTensor) -> set[Path]:
+        return list_files(self._find_dense(tensor))
+
+    def _find_dense(self, tensor: DenseTensor) -> list[SourceTensor]:
         layer, kind = split_name(tensor.name)
-        if layer is not None and kind.startswith("predictor_"):
-            return list_files([] if self._predictors is None else self._predictors[layer])
-        return list_files(find_dense_rows(self._source.tensors, self._model, tensor))
+        if layer is None or self._predictors is None or not kind.startswith("predictor_"):
+            return find_dense_rows(self._source.tensors, self._model, tensor)
+        return self._predictors[layer].list_rows(kind, self._order[layer], self._model.shape.ffn)
 
     def _write_layer(self, layer: int) -> None:
         names = [part.name for part in self._writer.bundle.parts]
@@ -192,13 +195,9 @@ class _Conversion:
         self._writer.write_tensor(number, self.read_dense(tensor))
 
     def read_dense(self, tensor: DenseTensor) -> TensorPieces:
-        layer, kind = split_name(tensor.name)
-        if layer is not None and kind.startswith("predictor_"):
-            return self._quantize_predictors(tensor, layer, kind)
         if tensor.transform == "state":
             return self._quantize_state(tensor)
-        sources = find_dense_rows(self._source.tensors, self._model, tensor)
-        return self._quantize_rows(tensor, sources)
+        return self._quantize_rows(tensor, self._find_dense(tensor))
 
     def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[SourceTensor]]:
         experts = range(self._model.expert_count)
@@ -314,25 +313,6 @@ class _Conversion:
         values, source = read_state_vector(self._source.tensors, self._model, tensor)
         yield pad_columns(_check_floats(values, source), tensor.length), None
 
-    def _quantize_predictors(self, tensor: DenseTensor, layer: int, kind: str) -> TensorPieces:
-        assert self._predictors is not None
-        found, ffn = self._predictors[layer], self._model.shape.ffn
-        owners, neurons = np.divmod(self._order[layer], np.int32(ffn))
-        biases = []
-        for expert, source in enumerate(found.experts):
-            mine = neurons[owners == expert]
-            if kind == "predictor_in":
-                rows = pad_columns(source.read_inner(found.rank), tensor.length)
-                yield self._quantize(rows, tensor.precision, source.inner)
-            elif kind == "predictor_out":
-                rows = source.read_outer(found.rank)[mine]
-                yield self._quantize(rows, tensor.precision, source.outer)
-            else:
-                bias = source.read_bias()[mine][None]
-                biases.append(_check_floats(bias, source.bias or source.outer))
-        if biases:
-            yield np.concatenate(biases, axis=1), None
-
     def _pack_rows(
         self,
         raw: Raw,
@@ -344,31 +324,22 @@ class _Conversion:
         spread: bool = False,
     ) -> Packed:
         """Rows of ``source`` as it stores them, packed as vectors of ``length``: their own codes
-        where they will do, which fill groups in any case."""
+        where they will do, which fill groups in any case.  `UserError` P539 if they hold what
+        cannot be stored."""
         taken = source.take_codes(raw, precision)
         if taken is None:
             rows = pad_columns(source.widen(raw), length)
-            return self._quantize(rows, precision, source, ffn_layer, spread=spread)
+            try:
+                return self._quantizer.quantize(
+                    rows, precision, source.name, ffn_layer, spread=spread
+                )
+            except ValueError as error:
+                raise explain_weight(source, error) from None
         if self._quantizer.errors is not None:
             rows = source.widen(raw)
             stored = find_packing(precision).dequantize(*taken, rows.shape[1])
             self._quantizer.errors.add(source.name, rows, stored, precision)
         return taken
-
-    def _quantize(
-        self,
-        rows: F32,
-        precision: StoredPrecision,
-        source: SourceTensor,
-        ffn_layer: int | None = None,
-        *,
-        spread: bool = False,
-    ) -> Packed:
-        """Quantise rows of ``source``; `UserError` P539 if they hold what cannot be stored."""
-        try:
-            return self._quantizer.quantize(rows, precision, source.name, ffn_layer, spread=spread)
-        except ValueError as error:
-            raise explain_weight(source, error) from None
 
     def _find_factors(self, layer: int) -> SourceTensor:
         return self._source.tensors[

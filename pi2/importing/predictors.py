@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pi2.arrays import F32
+from pi2.arrays import I32
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
 from pi2.importing.decoded_tensor import unfold_norm
 from pi2.importing.requirements import Requirement, describe_shape_problem, raise_findings
+from pi2.importing.rows import make_same, pick_rows
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors, list_torch_file
 from pi2.model.tensor import fill_name
 from pi2.plan.documents.model import Model
@@ -86,25 +87,6 @@ class SourcePredictor:
     bias: SourceTensor | None
     """Biases [ffn]; None stands for zeros."""
 
-    @property
-    def rank(self) -> int:
-        return round_up(self.inner.shape[0], GROUP)
-
-    def read_inner(self, rank: int) -> F32:
-        """fc1 float32 [rank, hidden]; rows that were added are zero."""
-        rows = self.inner.read()
-        return np.pad(rows, ((0, rank - len(rows)), (0, 0)))
-
-    def read_outer(self, rank: int) -> F32:
-        """fc2 float32 [ffn, rank]; columns that were added are zero."""
-        rows = self.outer.read()
-        return np.pad(rows, ((0, 0), (0, rank - rows.shape[1])))
-
-    def read_bias(self) -> F32:
-        if self.bias is None:
-            return np.zeros(self.outer.shape[0], np.float32)
-        return self.bias.read()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPredictor:
@@ -112,7 +94,24 @@ class LayerPredictor:
 
     @property
     def rank(self) -> int:
-        return max(expert.rank for expert in self.experts)
+        return max(round_up(own.inner.shape[0], GROUP) for own in self.experts)
+
+    def list_rows(self, kind: str, order: I32, ffn: int) -> list[SourceTensor]:
+        """Rows of the dense tensor ``kind``, expert by expert, each with ``ffn`` neurons.  Neurons
+        come in their ``order`` [neurons of the layer], and zeros fill the rank."""
+        owners, neurons = np.divmod(order.astype(np.int64), ffn)
+        found = []
+        for expert, own in enumerate(self.experts):
+            if kind == "predictor_in":
+                rank = own.inner.shape[0]
+                found.append(pick_rows(own.inner, np.arange(rank), missing=self.rank - rank))
+            elif kind == "predictor_bias" and own.bias is None:
+                found.append(make_same(ffn, number=0.0))
+            else:
+                stored = own.outer if kind == "predictor_out" else own.bias
+                assert stored is not None
+                found.append(pick_rows(stored, neurons[owners == expert]))
+        return found
 
 
 def find_predictors(
