@@ -297,7 +297,7 @@ def keep_files(
     files' bytes.  They are linked, or copied to another disk, and stay where they are.  Raises
     `UserError` P521 to P523."""
     from pi2.importing.conversion_job import keep_old_notes
-    from pi2.store.files import UnfinishedStore
+    from pi2.store.files import UnfinishedStore, link_or_copy
 
     with UnfinishedStore(output, job="", replace=replace) as room:
         for name, file in files.items():
@@ -306,16 +306,6 @@ def keep_files(
             (room.folder / path).write_bytes(content)
         room.publish()
     return sum(file.stat().st_size for file in files.values())
-
-
-def link_or_copy(file: Path, place: Path) -> None:
-    try:
-        os.link(file, place)
-    except OSError:  # another disk, or one without links
-        with file.open("rb") as source, place.open("wb") as target:
-            shutil.copyfileobj(source, target, 1 << 24)
-            target.flush()
-            os.fsync(target.fileno())
 
 
 def is_computed_whole(model: Model) -> bool:

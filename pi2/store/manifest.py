@@ -3,8 +3,9 @@ verify` compares."""
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
@@ -190,6 +191,16 @@ class StoredFile(Table):
     """CRC-32 of every MiB of a file that is read as a whole; older stores have none."""
 
 
+class Column(NamedTuple):
+    """A column of a file of neurons."""
+
+    name: str
+    key: str
+    """Names its offset in `StoredFile`."""
+    row_bytes: int
+    alignment: int
+
+
 class StoredTensor(Table):
     """A dense tensor and its place in ``dense.arrow``."""
 
@@ -275,9 +286,9 @@ class Manifest(Table):
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
             raise ValueError("a tensor is listed twice")
-        self._check_model()
-        for layer in range(self.layers):
-            self._check_layer_file(name_layer_file(layer))
+        neurons = self._check_model()
+        for path, columns in self.list_columns():
+            self._check_columns(path, columns, neurons)
         dense = self.find_file(DENSE_FILE)
         if dense is None:
             raise ValueError(f"{DENSE_FILE} is not listed")
@@ -285,8 +296,9 @@ class Manifest(Table):
             _check_tensor(tensor, dense.bytes)
         return self
 
-    def _check_model(self) -> None:
-        """Layers, bundles and tensors must match the model that the manifest describes."""
+    def _check_model(self) -> int:
+        """Layers, bundles and tensors must match the model that the manifest describes; returns the
+        neurons of a layer."""
         model = self.describe_model()
         if self.layers != model.shape.layers:
             raise ValueError(f"{self.layers} layer files for {model.shape.layers} layers")
@@ -299,34 +311,30 @@ class Manifest(Table):
             raise ValueError(f"{len(ranks)} predictors for {model.shape.layers} layers")
         if [tensor.dense for tensor in self.tensors] != list_tensors(model, ranks):
             raise ValueError("the tensors are not the model's")
+        return model.layer_neurons
+
+    def list_columns(self) -> Iterator[tuple[str, tuple[Column, ...]]]:
+        """Paths of all files of neurons, and what each must have."""
+        scales = Column("scales", "scales_offset", self.bundle.layout.scales_stride, ALIGNMENT)
+        neurons = (
+            Column("bundle", "bundles_offset", self.bundle.stride, PAGE),
+            Column("neuron", "neurons_offset", 4, 4),
+            Column("check", "checks_offset", 4, 4),
+        )
         for layer in range(self.layers):
-            entry = self.find_file(name_layer_file(layer))
-            if entry is not None and entry.rows != model.layer_neurons:
-                raise ValueError(f"{entry.path} has not {model.layer_neurons} neurons")
+            yield name_layer_file(layer), neurons
+            if self.bundle.scales == "resident":
+                yield name_scales_file(layer), (scales,)
 
-        if self.bundle.scales == "resident":
-            for layer in range(self.layers):
-                self._check_scales_file(name_scales_file(layer), model.layer_neurons)
-
-    def _check_scales_file(self, path: str, neurons: int) -> None:
+    def _check_columns(self, path: str, columns: tuple[Column, ...], neurons: int) -> None:
         entry = self.find_file(path)
-        if entry is None or entry.scales_offset is None or entry.rows != neurons:
-            raise ValueError(f"{path} is not listed as the scales of {neurons} neurons")
-        size = neurons * self.bundle.layout.scales_stride
-        if entry.scales_offset % ALIGNMENT or entry.scales_offset + size > entry.bytes:
-            raise ValueError(f"{path} is too short for its contents, or they are misplaced")
-
-    def _check_layer_file(self, path: str) -> None:
-        entry = self.find_file(path)
-        if entry is None:
-            raise ValueError(f"{path} is not listed")
-        offsets = (entry.bundles_offset, entry.neurons_offset, entry.checks_offset)
-        if entry.rows is None or None in offsets:
-            raise ValueError(f"{path} has no rows or offsets")
-        sizes = (entry.rows * self.bundle.stride, 4 * entry.rows, 4 * entry.rows)
-        for offset, size, multiple in zip(offsets, sizes, (PAGE, 4, 4), strict=True):
-            assert offset is not None
-            if offset % multiple or offset + size > entry.bytes:
+        if entry is None or entry.rows != neurons:
+            raise ValueError(f"{path} is not listed with {neurons} neurons")
+        for column in columns:
+            offset: int | None = getattr(entry, column.key)
+            if offset is None:
+                raise ValueError(f"{path} has no {column.key}")
+            if offset % column.alignment or offset + neurons * column.row_bytes > entry.bytes:
                 raise ValueError(f"{path} is too short for its contents, or they are misplaced")
 
 

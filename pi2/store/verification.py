@@ -1,7 +1,7 @@
 """Checks every byte of a neuron store against its manifest."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.progress import ByteProgress, Progress, ignore_progress
 from pi2.store.files import check_pieces, hash_file
-from pi2.store.manifest import DENSE_FILE, Manifest, StoredFile, read_manifest
+from pi2.store.manifest import DENSE_FILE, Column, Manifest, StoredFile, read_manifest
 
 
 def verify_store(path: Path, progress: Progress = ignore_progress) -> list[Diagnostic]:
@@ -95,18 +95,11 @@ def _check_file(
     if findings:
         yield from findings
         return
-    problem = None
+    problem, columns = None, dict(manifest.list_columns()).get(entry.path)
     if entry.path == DENSE_FILE:
         problem = _compare_dense(file, manifest)
-    elif entry.bundles_offset is not None or entry.scales_offset is not None:
-        columns = {
-            "bundle": (manifest.bundle.stride, entry.bundles_offset),
-            "neuron": (None, entry.neurons_offset),
-            "check": (None, entry.checks_offset),
-            "scales": (manifest.bundle.layout.scales_stride, entry.scales_offset),
-        }
-        own = {name: column for name, column in columns.items() if column[1] is not None}
-        problem = _compare_columns(file, entry.rows, own)
+    elif columns is not None:
+        problem = _compare_columns(file, entry, columns)
     if problem is not None:
         yield report_file("P510", file, problem)
 
@@ -132,10 +125,8 @@ def _compare_hash(
         yield report_file("P508", file, f"it cannot be read: {error.strerror}")
 
 
-def _compare_columns(
-    file: Path, rows: int | None, wanted: Mapping[str, tuple[int | None, int | None]]
-) -> str | None:
-    """Compare columns of a file: how wide they are, if they are bytes, and where they begin."""
+def _compare_columns(file: Path, entry: StoredFile, wanted: Sequence[Column]) -> str | None:
+    """Compare columns of a file: how wide they are, and where they begin."""
     import pyarrow as pa
 
     try:
@@ -143,20 +134,20 @@ def _compare_columns(
             start = source.read_buffer(1).address
             source.seek(0)
             batch = pa.ipc.open_file(source).get_batch(0)
-            columns = {name: batch.column(name) for name in wanted}
-    except (pa.ArrowException, KeyError, OSError) as error:
+            columns = [batch.column(own.name) for own in wanted]
+            widths = [column.type.bit_width for column in columns]
+    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         return f"Arrow cannot read it: {error}"
-    for name, (size, place) in wanted.items():
-        kind = columns[name].type
-        if batch.num_rows != rows or (size is not None and kind != pa.binary(size)):
-            return f"its column {name} is not {rows} rows of {size} bytes"
-        offset = columns[name].buffers()[1].address - start
-        if offset != place:
-            return f"its column {name} begins at {offset}, the manifest says otherwise"
-    if "neuron" in columns:
-        original = np.sort(columns["neuron"].to_numpy())
-        if not np.array_equal(original, np.arange(len(original))):
-            return "its original indices do not name every neuron once"
+    for own, column, width in zip(wanted, columns, widths, strict=True):
+        if batch.num_rows != entry.rows or width != 8 * own.row_bytes:
+            return f"its column {own.name} is not {entry.rows} rows of {own.row_bytes} bytes"
+        offset = column.buffers()[1].address - start
+        if offset != getattr(entry, own.key):
+            return f"its column {own.name} begins at {offset}, the manifest says otherwise"
+        if own.name == "neuron":
+            original = np.sort(column.to_numpy())
+            if not np.array_equal(original, np.arange(len(original))):
+                return "its original indices do not name every neuron once"
     return None
 
 

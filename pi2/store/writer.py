@@ -1,8 +1,6 @@
 """Writes a neuron store: file by file, in streams, and all or nothing."""
 
 import json
-import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -14,6 +12,7 @@ from typing import Self
 import numpy as np
 
 from pi2.arrays import I32, U8, Raw
+from pi2.caches import replace_file
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
 from pi2.model.tensor import DenseTensor
@@ -22,7 +21,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import split_scales
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
 from pi2.store.arrow_file import lay_out_dense_file, lay_out_layer_file, lay_out_scales_file
-from pi2.store.files import FilePlan, PlacedFile, UnfinishedStore, hash_file, write_whole
+from pi2.store.files import FilePlan, PlacedFile, UnfinishedStore, hash_file, link_or_copy
 from pi2.store.identity import compute_digest, describe_weights
 from pi2.store.manifest import (
     DENSE_FILE,
@@ -202,31 +201,26 @@ class StoreWriter:
         """Write a small extra file, such as ``tokenizer.json``."""
         if self.has_file(path):
             return
-        write_whole(self._store.folder / path, content)
+        replace_file(self._store.folder / path, content)
         self._record(path)
 
     def add_note(self, path: str, content: bytes) -> None:
         """Write a file that people may change, such as a plan: the manifest does not list it."""
-        write_whole(self._store.folder / path, content)
+        replace_file(self._store.folder / path, content)
 
     def adopt_file(self, source: Path, entry: StoredFile) -> None:
         """Take over a whole file of another store, whose manifest has ``entry``: by a hard link,
         or as a copy where the file system has none."""
         if self.has_file(entry.path):
             return
-        target = self._store.folder / entry.path
-        target.parent.mkdir(exist_ok=True)
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copyfile(source, target)
+        link_or_copy(source, self._store.folder / entry.path)
         self._store.record(entry)
 
     def finish(self) -> Manifest:
         """Write the manifest and make the store visible under its name."""
         manifest = self._describe()
         text = json.dumps(manifest.dump(), indent=1, ensure_ascii=False)
-        write_whole(self._store.folder / MANIFEST, text.encode() + b"\n")
+        replace_file(self._store.folder / MANIFEST, text.encode() + b"\n")
         self._store.publish()
         return manifest
 
