@@ -333,7 +333,7 @@ def choose_wish(
 ) -> tuple[Model, Wish]:
     """How a GGUF file of a checkpoint stores weights, and the document with that: as a type of
     GGUF files or a precision of stores asks for; without either as they are, or, of plain numbers,
-    as the ``usual`` type."""
+    as the ``usual`` type.  `UserError` P707 for a precision that no such file has."""
     from pi2.importing.quantize import Wish
 
     arranges = bool(find_obstacles(source, model))
@@ -343,6 +343,12 @@ def choose_wish(
     if quantization in MIXTURES:
         return model, Wish(mixture=quantization, arranges=arranges)
     if quantization is not None:
+        if find_packing(quantization).like is None:
+            raise UserError.of(
+                "P707",
+                f"GGUF files have no {quantization}: {source.folder} cannot become one",
+                help="leave --quantization out, or make a neuron store",
+            )
         model = choose_precision(model, quantization, source)
     return model, Wish(keeps=quantization is None, arranges=arranges)
 

@@ -93,6 +93,12 @@ def test_a_layout_without_a_reverse_is_refused(name: str, tmp_path: Path, ask: A
     assert "P707" in found.err and "-o FILE.gguf" in found.err
 
 
+def test_a_precision_that_no_file_has_is_refused(tmp_path: Path, ask: Ask) -> None:
+    source, made = copy_checkpoint("bitnet", tmp_path / "bitnet"), str(tmp_path / "made.gguf")
+    found = ask(["convert", str(source), "-o", made, "--quantization", "ternary"], 2)
+    assert "P707" in found.err and "leave --quantization out" in found.err
+
+
 def test_a_store_becomes_no_other_store(tmp_path: Path, ask: Ask) -> None:
     store = make_store("llama", tmp_path)
     found = ask(["convert", str(store), "-o", str(tmp_path / "other")], 2)
