@@ -166,7 +166,7 @@ class StoreWriter:
         return self._begin(DENSE_FILE, self._dense, keeps=True)
 
     def has_tensor(self, number: int) -> bool:
-        """Whether one of ``tensors`` is there."""
+        """Whether one of ``tensors`` is written."""
         return self.has_file(DENSE_FILE) or self.dense.has(number)
 
     def write_tensor(self, number: int, pieces: TensorPieces) -> None:
