@@ -143,14 +143,19 @@ def repack(path: Path, given: RepackOptions) -> None:
     suits a device.  If scales move and no stride is given, the smallest that fits is used.  Results
     do not change.  Disk space for a second store is needed; the old store is kept until the new one
     is complete.  After Ctrl-C the same command resumes."""
-    from pi2.measuring.ordering import repack_store
+    from pi2.measuring.ordering import reorder_store
 
     if given.stride is None and given.scales is None:
         raise click.UsageError("Say what shall change: --stride, --scales, or both.")
     size = None if given.stride is None else _parse_stride(given.stride)
     with ProgressBar() as progress:
-        manifest = repack_store(
-            path, size, given.scales, output=given.output, replace=given.replace, progress=progress
+        manifest = reorder_store(
+            path,
+            stride=size,
+            scales=given.scales,
+            output=given.output,
+            replace=given.replace,
+            progress=progress,
         )
     bundle = manifest.bundle
     click.echo(

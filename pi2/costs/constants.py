@@ -80,6 +80,13 @@ class Flash:
             return block_bytes / min(seconds, smallest / rate)
         return interpolate_logs(by_block, block_bytes)
 
+    def find_random_rate(
+        self, points: Iterable[ReadFigure], block_bytes: int, range_bytes: int, lanes: int = 1
+    ) -> float:
+        """Rate by some ``points``."""
+        own = replace(self, points=tuple(points))
+        return own.find_rate_bytes_s("random", block_bytes, range_bytes=range_bytes, threads=lanes)
+
     def scale(self, share: float) -> Flash:
         """The same with ``share`` of all rates."""
         points, bursts = (

@@ -2,7 +2,7 @@
 setting's time never depends on other settings, so a better figure never makes a prediction
 worse."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd, inf
 from typing import Literal
@@ -215,7 +215,7 @@ def find_reads(
         same = [replace(item, neuron_s=run * item.run_s, few=1) for item in same]
     chosen = min(same, key=distance)
     one_s, four_s = (
-        count * stride / _find_rate(flash, flash.points, count * stride, range_bytes)
+        count * stride / flash.find_random_rate(flash.points, count * stride, range_bytes)
         for count in (1, 4)
     )
     alike = sorted(same, key=lambda item: item.threads) if chosen.engine == "pread" else [chosen]
@@ -303,14 +303,14 @@ def _time_read(
     """Seconds of one of many reads; bytes beyond the largest block come at the best rate."""
     blocks = [item.block for item in own]
     within = min(max(size_bytes, min(blocks)), max(blocks))
-    seconds = within / _find_rate(flash, own, round(within), range_bytes, lanes)
+    seconds = within / flash.find_random_rate(own, round(within), range_bytes, lanes)
     if size_bytes < within:
         # Down to the smallest block that any setting has; below it, as `Flash` says.
         least = min(x.block for x in flash.points if x.pattern == "random")
         known = min(max(size_bytes, least), within)
         seconds *= (known / within) ** (1.0 - _SMALLER_POWER)
         other, usual = (
-            size / _find_rate(flash, flash.points, round(size), range_bytes, lanes)
+            size / flash.find_random_rate(flash.points, round(size), range_bytes, lanes)
             for size in (size_bytes, known)
         )
         seconds *= min(other / usual, 1.0) if size_bytes < known else 1.0
@@ -332,15 +332,3 @@ def _list_bursts(
             seconds = item.burst * (item.block / item.rate + more_s)
             found.append((item.burst, seconds))
     return sorted(found)
-
-
-def _find_rate(
-    flash: Flash, points: Iterable[ReadFigure], block: int, range_bytes: int, lanes: int = 1
-) -> float:
-    part = Flash(
-        points=tuple(item for item in points if item.pattern == "random"),
-        latency_s=flash.latency_s,
-        reader_penalty=flash.reader_penalty,
-        block_bytes=flash.block_bytes,
-    )
-    return part.find_rate_bytes_s("random", block, range_bytes=range_bytes, threads=lanes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import UserError
 from pi2.machine.memory import find_cpu_quota, read_int, read_text
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
     from pi2.plan.documents.device import IsaFeature
 
 
-_HWCAP, _HWCAP2 = 16, 26
-"""Entries of the vector (AT_HWCAP, AT_HWCAP2)."""
-_BITS: Mapping[int, Mapping[int, IsaFeature]] = {
-    _HWCAP: {1: "neon", 10: "fp16", 20: "dotprod", 22: "sve"},
-    _HWCAP2: {13: "i8mm"},
-}
+_TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_FEATURES: Mapping[str, Mapping[str, IsaFeature]] = _TABLE["features"]
+LEVELS: Mapping[str, Mapping[str, Sequence[IsaFeature]]] = _TABLE["levels"]
+LIMIT = "PI2_CPU"
+"""Environment variable that hides features of this processor: the best one of `LEVELS` to use."""
 
 
 def read_hwcaps() -> frozenset[IsaFeature] | None:
@@ -33,17 +33,8 @@ def read_hwcaps() -> frozenset[IsaFeature] | None:
     except (OSError, AttributeError):
         return None
     ask.argtypes, ask.restype = [ctypes.c_ulong], ctypes.c_ulong
-    words = {entry: int(ask(entry)) for entry in _BITS}
-    return name_features(words) if words[_HWCAP] else None
-
-
-def name_features(words: Mapping[int, int]) -> frozenset[IsaFeature]:
-    return frozenset(
-        name
-        for entry, names in _BITS.items()
-        for bit, name in names.items()
-        if words.get(entry, 0) >> bit & 1
-    )
+    places = _TABLE["hwcaps"].items()
+    return frozenset(name for name, (entry, bit) in places if int(ask(entry)) >> bit & 1) or None
 
 
 def list_allowed_cores() -> list[int]:
@@ -58,64 +49,6 @@ def list_allowed_cores() -> list[int]:
 def bind_calling_thread(cores: Iterable[int]) -> None:
     """Let the calling thread run on ``cores`` only; threads that it starts inherit them."""
     os.sched_setaffinity(0, cores)
-
-
-_ARCHITECTURES: Mapping[str, str] = {
-    "x86_64": "x86-64",
-    "amd64": "x86-64",
-    "aarch64": "aarch64",
-    "arm64": "aarch64",
-}
-
-_FEATURES: Mapping[str, Mapping[str, IsaFeature]] = {
-    "x86-64": {
-        "sse4_2": "sse4.2",
-        "avx2": "avx2",
-        "fma": "fma",
-        "f16c": "f16c",
-        "avx512f": "avx512f",
-        "avx512bw": "avx512bw",
-        "avx512vl": "avx512vl",
-        "avx512_vnni": "avx512vnni",
-        "amx_int8": "amx-int8",
-    },
-    "aarch64": {
-        "asimd": "neon",
-        "asimdhp": "fp16",
-        "asimddp": "dotprod",
-        "i8mm": "i8mm",
-        "sve": "sve",
-    },
-}
-"""Linux's names (cpufeatures.h, elf_hwcaps.rst) of features."""
-
-LIMIT = "PI2_CPU"
-"""Environment variable that hides features of this processor: the best one of `LEVELS` to use."""
-LEVELS: Mapping[str, Mapping[str, Set[IsaFeature]]] = {
-    "x86-64": {
-        "x86-64": frozenset(),
-        "sse4.2": {"sse4.2"},
-        "avx2": {"avx2", "fma", "f16c"},
-        "avx512bw": {"avx512f", "avx512bw", "avx512vl"},
-        "avx512vnni": {"avx512vnni"},
-        "amx": {"amx-int8"},
-    },
-    "aarch64": {"neon": {"neon"}, "dotprod": {"fp16", "dotprod"}},
-}
-"""Generations of processors, each with all features of the ones before, by the names of the
-schedules that they choose."""
-_ALIASES: Mapping[str, str] = {"x86-64-v2": "sse4.2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}
-"""Compilers' names of generations."""
-
-_ARM_PARTS = """
-d03=cortex-a53 d05=cortex-a55 d08=cortex-a72 d09=cortex-a73 d0a=cortex-a75 d0b=cortex-a76
-d0c=neoverse-n1 d0d=cortex-a77 d40=neoverse-v1 d41=cortex-a78 d44=cortex-x1 d46=cortex-a510
-d47=cortex-a710 d48=cortex-x2 d49=neoverse-n2 d4d=cortex-a715 d4e=cortex-x3 d4f=neoverse-v2
-d80=cortex-a520 d81=cortex-a720 d82=cortex-x4 d85=cortex-x925 d87=cortex-a725
-"""
-"""Arm's own cores (implementer 0x41) by part number in hexadecimal digits
-(arch/arm64/include/asm/cputype.h)."""
-_ARM_CORES: Mapping[str, str] = dict(item.split("=") for item in _ARM_PARTS.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +86,12 @@ def detect_cpu(
 ) -> Cpu:
     """Detect the processor; ``machine`` and ``affinity`` replace the running system's answers."""
     reported = (machine or platform.machine()).lower()
-    architecture = _ARCHITECTURES.get(reported, reported)
+    architecture = _TABLE["architectures"].get(reported, reported)
     is_here = machine is None and root == Path("/")
     processors = _read_processors(root)
     online = len(processors) or os.cpu_count() or 1
     if affinity is None:
-        affinity = _count_affinity() or online
+        affinity = len(list_allowed_cores()) or online
     quota = find_cpu_quota(root)
     cores = affinity if quota is None else min(affinity, int(quota))
     clusters = _group_cores(root, processors) or (CpuCores(cores=online),)
@@ -182,8 +115,8 @@ def list_features(architecture: str, level: str) -> frozenset[IsaFeature]:
     levels = LEVELS.get(architecture, {})
     found: frozenset[IsaFeature] = frozenset()
     for name, own in levels.items():
-        found |= own
-        if name == _ALIASES.get(level, level):
+        found |= frozenset(own)
+        if name == _TABLE["aliases"].get(level, level):
             return found
     raise _refuse(f"{level} names no generation of {architecture} processors", levels)
 
@@ -259,7 +192,7 @@ def _name_core(processor: Processor) -> str | None:
         part = int(processor["CPU part"], 0)
     except (KeyError, ValueError):
         return None
-    return _ARM_CORES.get(f"{part:03x}") if implementer == 0x41 else None
+    return _TABLE["arm_cores"].get(f"{part:03x}") if implementer == 0x41 else None
 
 
 def _name_cpu(root: Path, processors: Sequence[Processor], clusters: Sequence[CpuCores]) -> str:
@@ -272,13 +205,3 @@ def _name_cpu(root: Path, processors: Sequence[Processor], clusters: Sequence[Cp
         return board
     known = [f"{cluster.cores}x {cluster.core}" for cluster in clusters if cluster.core]
     return ", ".join(known) or platform.processor() or "unknown"
-
-
-def _count_affinity() -> int | None:
-    """Cores that the scheduler gives this process; None where it cannot be asked."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    try:
-        return len(os.sched_getaffinity(0))
-    except OSError:  # a sandbox that forbids the question
-        return None

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -117,7 +118,8 @@ class Worker:
             raise
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the object; its errors, and its constructor's, are raised here."""
+        """Call a method of the object, or of what is named before it; its errors, and its
+        constructor's, are raised here."""
         self._pipe.send((name, *arguments))
         return self._receive(ignore_progress)
 
@@ -193,7 +195,7 @@ def _serve(pipe: Connection, recipe: Recipe) -> None:
             if name == _PEAK:
                 pipe.send(("value", read_peak_rss_bytes()))
             else:
-                pipe.send(("value", getattr(made, name)(*arguments)))
+                pipe.send(("value", attrgetter(name)(made)(*arguments)))
     except (KeyboardInterrupt, EOFError, BrokenPipeError):
         # The caller was interrupted too, or is gone: there is nobody to tell.
         pass
@@ -273,26 +275,19 @@ class BandwidthMeter:
             self._pool.shutdown()
 
 
-class BandwidthLimit:
-    """The caller's side of the meter: collects its measurements. A context manager."""
+class BandwidthLimit(Worker):
+    """The caller's side of the meter: collects its measurements."""
 
     def __init__(self, threads: int, *, size_bytes: int = BUFFER_BYTES) -> None:
-        self._threads = threads
-        self._worker = Worker(partial(BandwidthMeter, threads, size_bytes))
-        self._method: str = self._worker.call("get_method")
+        super().__init__(partial(BandwidthMeter, threads, size_bytes))
+        self._threads, self._method = threads, str(self.call("get_method"))
 
     def measure(self) -> list[float]:
         """Read the buffer a few times; bytes per second of every pass."""
-        speeds: list[float] = self._worker.call("measure")
+        speeds: list[float] = self.call("measure")
         return speeds
 
     def summarise(self, speeds: list[float]) -> Bandwidth:
         return Bandwidth(
             bytes_s=statistics.median(speeds), threads=self._threads, method=self._method
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._worker.close()

@@ -240,8 +240,8 @@ _PIECE_BYTES = 16 << 20
 
 def reorder_store(
     path: Path,
-    orders: I32,
-    kind: Order,
+    orders: I32 | None = None,
+    kind: Order | None = None,
     *,
     output: Path | None = None,
     replace: bool = False,
@@ -249,16 +249,20 @@ def reorder_store(
     scales: ScalesPlace | None = None,
     progress: Progress = ignore_progress,
 ) -> Manifest:
-    """Write the store ``path`` in ``orders`` int32 [layers, neurons], to ``output`` or in place,
-    with a new ``stride`` or ``scales`` if given. Predictors follow, unchanged files are linked,
-    others copied; a killed job resumes. `UserError` as opening, P507 for damage, P521-P523 if it
-    cannot be written."""
+    """Write the store ``path`` in ``orders`` int32 [layers, neurons], or as it is, to ``output`` or
+    in place, with a new ``stride`` or ``scales`` if given. Predictors follow, unchanged files are
+    linked, others copied; a killed job resumes. `UserError` as opening, P105 for the stride, P507
+    for damage, P521-P523 if it cannot be written."""
     target = path if output is None else output
     if not path.exists():
         recover_replaced(Path(os.path.realpath(path)))
     with NeuronStore.open(path) as old:
         manifest = old.manifest
         model = manifest.describe_model()
+        stride, scales = _choose_layout(manifest, stride, scales)
+        kind = kind or manifest.order
+        if orders is None:
+            orders = np.stack([layer.original for layer in old.layers])
         assert orders.shape == (model.shape.layers, model.layer_neurons)
         orders = keep_groups(model, orders)
         # The old place of the neuron at every new one.
@@ -272,8 +276,8 @@ def reorder_store(
             ranks=None if manifest.predictor is None else manifest.predictor.rank,
             order=kind,
             synthetic=manifest.synthetic,
-            stride=stride or manifest.bundle.stride,
-            scales=scales or manifest.bundle.scales,
+            stride=stride,
+            scales=scales,
             replace=replace or output is None,
             job=_describe_job(manifest, orders, kind, stride, scales),
         ) as writer:
@@ -305,45 +309,25 @@ def reorder_store(
     return written
 
 
-def repack_store(
-    path: Path,
-    stride: int | None = None,
-    scales: ScalesPlace | None = None,
-    *,
-    output: Path | None = None,
-    replace: bool = False,
-    progress: Progress = ignore_progress,
-) -> Manifest:
-    """Write the store with another ``stride`` or ``scales`` in the same order; the least stride if
-    scales move.  `UserError` P105, and as `reorder_store`."""
-    if not path.exists():
-        recover_replaced(Path(os.path.realpath(path)))
-    with NeuronStore.open(path) as store:
-        manifest = store.manifest
-        orders = np.stack([layer.original for layer in store.layers])
-    place = scales or manifest.bundle.scales
+def _choose_layout(
+    manifest: Manifest, stride: int | None, scales: ScalesPlace | None
+) -> tuple[int, ScalesPlace]:
+    """The layout asked for, with the least stride if scales move; UserError P105."""
+    own = manifest.bundle
+    place = scales or own.scales
+    if stride is None and place == own.scales:
+        return own.stride, place
     used = manifest.describe_model().lay_out_bundle(scales=place).used_bytes
-    if stride is None:
-        moves = place != manifest.bundle.scales
-        stride = round_up(used, STEP_BYTES) if moves else manifest.bundle.stride
+    least = round_up(used, STEP_BYTES)
+    stride = least if stride is None else stride
     if stride < used or stride % STEP_BYTES:
-        fitting = round_up(used, STEP_BYTES)
         raise UserError.of(
             "P105",
             f"neurons of {used} bytes cannot lie {stride} bytes apart: it takes a multiple of "
             f"{STEP_BYTES} that holds one",
-            help=f"--stride '{fitting} B' is the least",
+            help=f"--stride '{least} B' is the least",
         )
-    return reorder_store(
-        path,
-        orders,
-        manifest.order,
-        output=output,
-        replace=replace,
-        stride=stride,
-        scales=place,
-        progress=progress,
-    )
+    return stride, place
 
 
 def _gather(layer: StoredLayer, places: I64, stride: int) -> Iterator[U8]:
@@ -399,7 +383,7 @@ def _find_rows(model: Model, original: I32, places: I64) -> I64:
 
 
 def _describe_job(
-    manifest: Manifest, orders: I32, kind: Order, stride: int | None, scales: ScalesPlace | None
+    manifest: Manifest, orders: I32, kind: Order, stride: int, scales: ScalesPlace
 ) -> str:
     fields = {
         "version": version("pi2"),

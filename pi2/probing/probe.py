@@ -210,7 +210,7 @@ class KernelBench:
         self._tokens = [
             TokenSteps(executors[variety], self._probed, variety) for variety in recipe.varieties
         ]
-        self._storage: StorageBench | None = None
+        self.storage: StorageBench | None = None
 
     def measure(self, rounds: int, steps: Collection[StepFacts] | None = None) -> Times:
         """``rounds`` figures of seconds per call of each step, or of ``steps`` at least."""
@@ -244,30 +244,21 @@ class KernelBench:
         return times
 
     def open_storage(self, path: str, size_bytes: int) -> None:
-        self._storage = StorageBench(path, size_bytes, self._probed.loops)
-
-    def measure_reads(self, specs: list[ReadSpec], rounds: int) -> Rates:
-        """Bytes per second of each kind of reads, ``rounds`` times."""
-        assert self._storage is not None, "open_storage comes first"
-        return self._storage.measure(specs, rounds)
-
-    def measure_latency(self, rounds: int) -> list[float]:
-        assert self._storage is not None, "open_storage comes first"
-        return self._storage.measure_latency(rounds)
+        self.storage = StorageBench(path, size_bytes, self._probed.loops)
 
     def measure_overlap(self, specs: list[ReadSpec], rounds: int) -> Rates:
-        assert self._storage is not None, "open_storage comes first"
+        assert self.storage is not None, "open_storage comes first"
         arena, executor = self._probed.arena, self._executors[0]
         slots = tokens.choose_slots(256, len(arena), VARIANTS)
         self._made.stir(0)
         numbers = itertools.cycle(range(VARIANTS))
-        return self._storage.measure_overlap(
+        return self.storage.measure_overlap(
             specs, lambda: executor.add_neurons(0, arena, slots[next(numbers)]), rounds
         )
 
     def close(self) -> None:
-        if self._storage is not None:
-            self._storage.close()
+        if self.storage is not None:
+            self.storage.close()
         for executor in self._executors:
             executor.close()
 
@@ -342,8 +333,8 @@ def measure_machine(place: Path, progress: Progress) -> Measurements:
                     found.bandwidth.setdefault(count, []).append(max(meter.call("measure")))
             for worker in (bench, small):
                 add_figures(found.step_s, worker.call("measure", 1))
-            add_figures(found.read_bytes_s, bench.call("measure_reads", reads, 1))
-            found.latency_s += bench.call("measure_latency", 1)
+            add_figures(found.read_bytes_s, bench.call("storage.measure", reads, 1))
+            found.latency_s += bench.call("storage.measure_latency", 1)
             add_figures(found.overlap, bench.call("measure_overlap", list_overlaps(reads), 1))
             found.steady_s += bench.call("measure_steady", STEADY_PIECES)
             # Where kernels had to be compiled first, fewer rounds are left.
@@ -372,5 +363,5 @@ def _measure_again(found: Measurements, bench: Worker, small: Worker) -> bool:
         add_figures(found.step_s, worker.call("measure", 1, steps))
     reads = [spec for spec, rates in found.read_bytes_s.items() if not is_agreed(rates, "more")]
     if reads:
-        add_figures(found.read_bytes_s, bench.call("measure_reads", reads, 1))
+        add_figures(found.read_bytes_s, bench.call("storage.measure", reads, 1))
     return bool(steps or reads)

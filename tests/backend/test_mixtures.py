@@ -18,7 +18,7 @@ from pi2.backends.reference.executor import ReferenceExecutor
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import DenseObserver
 from pi2.fitting.check import load_plan
-from pi2.measuring.ordering import repack_store
+from pi2.measuring.ordering import reorder_store
 from pi2.measuring.predictors import RecallCounter
 from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from tests.helpers.kernels import measure_error
@@ -208,7 +208,7 @@ def test_thresholds_of_experts_cut_the_same_gates_as_in_the_reference(silu: Path
 
 def test_resident_scales_change_no_bit(tmp_path: Path, drelu: Path) -> None:
     store = tmp_path / "apart"
-    stride = repack_store(drelu.parent / "store", scales="resident", output=store).bundle.stride
+    stride = reorder_store(drelu.parent / "store", scales="resident", output=store).bundle.stride
     apart = {"weights": str(store), "bundle.scales": "resident", "bundle.stride": f"{stride} B"}
     room = {"memory.segments.attention": "8 MiB", "memory.segments.workspace": "32 MiB"}
     values = {**FLASH, "prefill.chunk": 7}

@@ -15,7 +15,7 @@ from pi2.backends.units import UnitFailed
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.fitting.check import load_plan
-from pi2.measuring.ordering import repack_store
+from pi2.measuring.ordering import reorder_store
 from pi2.plan.reading.references import find_shipped_folder
 from pi2.store.manifest import read_manifest
 from tests.helpers.mixtures import make_mixture_plan
@@ -160,7 +160,7 @@ def test_compiled_kernels_take_the_sum_of_another_unit(plan: Path, alone: tuple[
 
 def test_scales_may_be_resident(tiny: TinyModel, plan: Path, alone: tuple[F32, F32]) -> None:
     apart = tiny.store.parent / "apart"
-    repack_store(tiny.store, scales="resident", output=apart)
+    reorder_store(tiny.store, scales="resident", output=apart)
     settings = {
         **TWO,
         "weights": str(apart),

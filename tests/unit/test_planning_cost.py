@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from pi2.cli.main import run
 from pi2.costs.cost import Cost, cost_plan, cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.fitting.check import load_plan
@@ -80,13 +79,6 @@ def test_explain_shows_every_term_by_layer(ask: Ask) -> None:
     text = ask(["explain", str(HALF), "--cost"]).out
     for word in ("Predicted:", "attention", "look up", "wait", "| 0-31 |", "Sources"):
         assert word in text
-
-
-def test_explain_draws_the_terms(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "cost.png"
-    assert run(["explain", str(HALF), "--cost", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_needs_a_cost(ask: Ask) -> None:

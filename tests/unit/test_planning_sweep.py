@@ -15,8 +15,6 @@ from pi2.cli.main import run
 from pi2.cli.simulate import expand_references, parse_range
 from pi2.diagnostics import UserError
 from pi2.planning import sweep
-from pi2.planning import sweep as sweep_report
-from pi2.planning import sweep as workers
 from tests.helpers.shipped_plans import read_device, read_model
 
 GIB = 1 << 30
@@ -53,7 +51,7 @@ def test_cells_become_rows_and_impossible_ones_say_why(tmp_path: Path) -> None:
     assert rows[1]["simulated_tokens_s"] < rows[2]["simulated_tokens_s"]
     assert rows[1]["p50_ms"] <= rows[1]["p99_ms"]
     assert list(tmp_path.iterdir()) == [output], "nothing else is left behind"
-    table = list(sweep_report.write_summary(found))
+    table = list(sweep.write_summary(found))
     assert any(line.startswith("| oneplus-12 | bamboo-7b | - |") for line in table)
 
 
@@ -147,13 +145,13 @@ def test_a_worker_that_is_lost_loses_nothing(ray: Any, tmp_path: Path) -> None:
             os._exit(1)
         return number * number
 
-    assert sorted(workers.run_on_ray(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
+    assert sorted(sweep.run_on_ray(work, range(6), 2)) == [0, 1, 4, 9, 16, 25]
     assert (tmp_path / "lost").exists()
 
 
 def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError) as caught:
-        list(workers.run_on_ray(abs, [1], 1))
+        list(sweep.run_on_ray(abs, [1], 1))
     assert caught.value.diagnostics[0].code == "P355"
     assert "pi2[ray]" in (caught.value.diagnostics[0].help or "")

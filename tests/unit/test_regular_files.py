@@ -19,7 +19,7 @@ from pi2.importing.conversion_job import read_counts, read_summary
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.measuring.activations import Statistics
-from pi2.measuring.ordering import repack_store
+from pi2.measuring.ordering import reorder_store
 from pi2.store.verification import verify_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import TinyModel, draw_weights, make_model, make_tiny
@@ -127,7 +127,7 @@ def test_a_store_written_anew_takes_nothing_from_where_links_lead(
     (tmp_path / "secret").write_text("swordfish")
     (store / "note").symlink_to(tmp_path / "secret")
     stride = make_model().lay_out_bundle().stride + 512
-    repack_store(store, stride, output=tmp_path / "new")
+    reorder_store(store, stride=stride, output=tmp_path / "new")
     kept = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
     assert not any(b"swordfish" in path.read_bytes() for path in kept)
 

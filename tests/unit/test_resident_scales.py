@@ -15,7 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.fitting.check import load_plan
 from pi2.importing.convert import convert_checkpoint
-from pi2.measuring.ordering import reorder_store, repack_store
+from pi2.measuring.ordering import reorder_store
 from pi2.store.manifest import MANIFEST, name_scales_file, read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A store ``tiny`` and beside it the same one with resident scales, ``apart``."""
     folder = tmp_path_factory.mktemp("scales")
     tiny = make_tiny(folder, {"shape": SHAPE, "ffn": {"activation": "relu"}})
-    repack_store(tiny.store, scales="resident", output=folder / "apart")
+    reorder_store(tiny.store, scales="resident", output=folder / "apart")
     return tiny
 
 
@@ -136,7 +136,7 @@ def test_damaged_scales_are_found(tmp_path: Path, tiny: TinyModel) -> None:
         load(tiny, "resident", {"weights": str(store), "io.verify": "first-read"})
     before = list_hashes(store)
     with pytest.raises(UserError, match="SHA-256"):
-        repack_store(store, scales="inline")
+        reorder_store(store, scales="inline")
     assert list_hashes(store) == before, "a damaged store is left as it is"
     file.write_bytes(content[:-1])
     with pytest.raises(UserError, match="P506"):
@@ -191,7 +191,7 @@ def test_conversion_writes_what_repacking_writes(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", model, draw_weights(model))
     convert_checkpoint(checkpoint, model, tmp_path / "one", scales="resident")
     convert_checkpoint(checkpoint, model, tmp_path / "two")
-    repack_store(tmp_path / "two", scales="resident")
+    reorder_store(tmp_path / "two", scales="resident")
     assert list_hashes(tmp_path / "one") == list_hashes(tmp_path / "two")
     halves = make_model({"shape": SHAPE, "quantization": {"ffn": "fp16"}})
     with pytest.raises(UserError, match="no scales") as caught:

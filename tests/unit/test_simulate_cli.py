@@ -29,13 +29,6 @@ def test_a_value_that_is_set_is_simulated(capsys: pytest.CaptureFixture[str]) ->
     assert speeds[1] < speeds[0] / 2
 
 
-def test_a_picture_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "times.png"
-    assert run(["simulate", BAMBOO, "--tokens", "8", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_picture_of_an_unknown_type_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

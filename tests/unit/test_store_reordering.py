@@ -11,7 +11,7 @@ import pi2
 from pi2.arrays import F32, I32, I64
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.measuring.ordering import order_by_coactivation, reorder_store, repack_store
+from pi2.measuring.ordering import order_by_coactivation, reorder_store
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from pi2.store.verification import verify_store
@@ -165,7 +165,7 @@ def test_neurons_lie_another_distance_apart(tmp_path: Path, tiny: TinyModel) -> 
     with pytest.raises(UserError, match="pi2 store repack") as caught:
         pi2.load(plan, set={"weights": "new"})
     assert caught.value.diagnostics[0].code == "P520"
-    repack_store(new, old.stride)
+    reorder_store(new, stride=old.stride)
     assert (new / "layers").exists() and read_manifest(new).bundle.stride == old.stride
     with NeuronStore.open(new) as packed, NeuronStore.open(tiny.store) as first:
         assert np.array_equal(packed.layers[0].bundles, first.layers[0].bundles)
@@ -174,5 +174,5 @@ def test_neurons_lie_another_distance_apart(tmp_path: Path, tiny: TinyModel) -> 
 @pytest.mark.parametrize("stride", [0, 64, 700, 1000])
 def test_a_distance_that_holds_no_neuron_is_refused(tiny: TinyModel, stride: int) -> None:
     with pytest.raises(UserError, match="is the least") as caught:
-        repack_store(tiny.store, stride)
+        reorder_store(tiny.store, stride=stride)
     assert caught.value.diagnostics[0].code == "P105"
