@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.sharing import DEVICE
+from tests.helpers.tables import in_table
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "plans/demo.plan.toml").read_text("utf-8")
@@ -225,21 +226,7 @@ def ask_fixes(editor: Editor, name: str, finding: dict[str, Any]) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "code", "title"),
-    [
-        ("budget = ", "budgte = ", "P101", "Write budget"),
-        ('predictor = "low-rank"', 'predictor = "low-rnk"', "P104", 'Write "low-rank"'),
-        ('predictor = "low-rank"', "predictor = low-rank", "P010", None),
-        ('kv = "4 MiB"', 'kv = "1 MiB"', "P202", 'Write kv = "4 MiB"'),
-        ("split = { cpu = 1.0 }", "split = { cpu = 0.5 }", "P210", "Write layers.split.cpu = 1"),
-        ('budget = "128 MiB"', 'budget = "120 MiB"', "P201", None),
-        ('device = "host"', 'device = "hots"', "P015", 'Write "host"'),
-        ("hot = 0.125", 'hot = "0.125"', "P103", "Write 0.125"),
-        ('stride = "512 B"', "stride = 512", "P105", None),
-        ("[decode]", '[[experts.layers]]\nselect = "0"\n[decode]', "P102", "Add read_best = 2"),
-    ],
-)
+@in_table
 def test_a_quick_fix_does_what_the_help_says(
     editor: Editor, old: str, new: str, code: str, title: str | None
 ) -> None:

@@ -19,6 +19,7 @@ from pi2.plan.documents.common import SCHEMA_VERSION, find_type
 from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind, detect_kind
+from tests.helpers.tables import in_table
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ROOT / "tests/plans/versions"
@@ -145,17 +146,7 @@ def test_a_newer_document_is_left_alone() -> None:
 RENAME = Rename(kind="plan", path=("a", "*", "old"), new="new", reason="it is")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a = [{ old = 1 }, { x = 2 }]", "a = [{ new = 1 }, { x = 2 }]"),
-        ('[[a]]\n "old"  = 1 # é\n[[a]]\nold.x = 3', "[[a]]\n new  = 1 # é\n[[a]]\nnew.x = 3"),
-        ("[a.'é']\nold = 'old' # old", "[a.'é']\nnew = 'old' # old"),
-        ("a.名.old = 1\r\nb = 2\r\n", None),
-        ("[a.b]\nold = 1\nnew = 2", "[a.b]\nold = 1\nnew = 2"),
-        ("old = 1", "old = 1"),
-    ],
-)
+@in_table
 def test_keys_are_renamed_in_their_place(text: str, expected: str | None) -> None:
     head = f"schema_version = {SCHEMA_VERSION}\n"
     result = migrate_text("plan", "x", head + text, renames=(RENAME,))
@@ -170,16 +161,7 @@ GONE = Rename(kind="plan", path=("a", "gone"), reason="nobody used it")
 NO_MMAP = Rename(kind="plan", path=("a", "engine"), value="mmap", reason="nobody used it")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[a]\n# keep\ngone = 1\nb = 2 # two\n", "[a]\n# keep\nb = 2 # two\n"),
-        ("a.gone = [\n 1,\n]\na.b = 2\n", "a.b = 2\n"),
-        ("a = { gone = 1, b = 2 }\n", "a = { b = 2 }\n"),
-        ('[a]\nengine = "mmap"\n', "[a]\n"),
-        ('[a]\nengine = "pread"\n', '[a]\nengine = "pread"\n'),
-    ],
-)
+@in_table
 def test_keys_that_are_gone_are_deleted(text: str, expected: str) -> None:
     head = f"schema_version = {SCHEMA_VERSION}\n"
     result = migrate_text("plan", "x", head + text, renames=(GONE, NO_MMAP))

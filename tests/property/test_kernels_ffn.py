@@ -21,11 +21,11 @@ from tests.helpers.kernels import (
     allocate_blocks,
     compile_anew,
     compile_program,
-    list_runnable_isas,
     make_spec,
     measure_error,
     quantize_activations,
 )
+from tests.helpers.tables import in_table
 
 HIDDEN = st.sampled_from([32, 96, 256, 320, 480, 512, 544, 1056])
 ACTIVATIONS = st.sampled_from(["relu", "drelu", "fatrelu", "relu2", "silu"])
@@ -197,14 +197,7 @@ def test_more_neurons_than_a_panel() -> None:
     assert measure_error(layer.gather(np.arange(count))[0], expected[0]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("isa", "planes"),
-    [
-        (isa, planes)
-        for isa in list_runnable_isas()
-        for planes in ((1, 2, 4) if isa == "avx2" else (2,))
-    ],
-)
+@in_table
 def test_ups_of_open_gates_alone_give_the_bits_of_all_ups(
     isa: str, planes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from pi2.plan.toml.source import parse_source
 from pi2.plan.toml.text import KeyPath, format_path, write_key, write_value
 from pi2.weights.file_reading import FileFiller, check_document
 from tests.helpers.slow import keep_quick
+from tests.helpers.tables import in_table
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "plans/demo.plan.toml").read_bytes()
@@ -224,16 +225,7 @@ def test_any_value_at_any_key(beside_a_file: Path, said: dict[str, Any], shift: 
         check_value(beside_a_file, said, key, ANYTHING[number % len(ANYTHING)])
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        (("kv", "context"), "x"),
-        (("kv", "context"), float("inf")),
-        (("prefill", "unit"), []),
-        (("layers", "split"), {"cpu": [1]}),
-        (("memory", "budget"), "100 %"),
-    ],
-)
+@in_table
 def test_nothing_is_derived_from_what_the_schema_refuses(
     beside_a_file: Path, key: KeyPath, value: object
 ) -> None:

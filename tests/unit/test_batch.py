@@ -17,6 +17,7 @@ from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 from tests.helpers.slow import keep_quick
+from tests.helpers.tables import in_table
 
 PROMPTS = ([5, 6, 7, 8, 9], [250], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [17, 99])
 ROOM = {
@@ -118,15 +119,7 @@ def test_neurons_may_be_read_in_two_phases(tmp_path: Path) -> None:
     check(plan, settings)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"decode.predictor": "none"},
-        {"decode.predictor": "gate"},
-        {"decode.look_ahead": "layer", "layers.hot": 0.1},
-    ],
-    ids=["dense", "gates", "predictors ahead, from flash"],
-)
+@in_table
 def test_tokens_of_a_mixture_have_experts_of_their_own(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:

@@ -14,6 +14,7 @@ from pi2.measuring.contestant import BandwidthMeter
 from pi2.measuring.report import Workload
 from pi2.measuring.session import PlanContestant, PlanRecipe
 from pi2.progress import ignore_progress
+from tests.helpers.tables import in_table
 
 
 def load_contestant(path: Path, text: str | None = None, **overrides: object) -> PlanContestant:
@@ -165,17 +166,7 @@ def test_sequences_are_timed_together_and_share_what_is_read(plan: Path) -> None
     assert bytes_of[1].neurons < bytes_of[0].neurons
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt-tokens", "0", "-n", "0"], "nothing to measure"),
-        (["--sequences", "0,2"], "expected at least one sequence"),
-        (["--prompt-tokens", "12x"], "expected whole numbers such as 128,512"),
-        (["-p", "0", "-n", "0"], "-p is the prompt's text: write --prompt-tokens 0"),
-        (["--generate", "0"], "--generate is deprecated: write --max-tokens"),
-        (["--text", "missing.txt"], "cannot read the text missing.txt"),
-    ],
-)
+@in_table
 def test_what_cannot_be_measured_is_explained(
     plan: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from pi2.caches import Kept, find_cache_folder, find_home, find_problem
 from pi2.cli.main import run
-from pi2.pulled_models import KINDS, ONLY_NAMED, RECORD, LocalSource, Source, find_models_folder
+from pi2.pulled_models import KINDS, RECORD, LocalSource, Source, find_models_folder
 from pi2.sharing.fetching import read_settings
 from tests.helpers.programs import Ask
+from tests.helpers.tables import in_table
 
 Patch = pytest.MonkeyPatch
 DAY_S = 86400
@@ -51,9 +52,6 @@ def list_files(folder: Path) -> set[str]:
     }
 
 
-ALL = {*get_args(Kept), "pulled", "converted"}
-
-
 def test_every_kind_is_listed_with_size_and_last_use(folder: Path, ask: Ask) -> None:
     rows = ask(["cache"]).out.splitlines()
     assert [row.split()[0] for row in rows] == [*KINDS, "all"]
@@ -72,25 +70,6 @@ def test_models_and_what_was_typed_stay_unless_they_are_named(folder: Path) -> N
     assert list_files(folder) == set()
 
 
-def test_nothing_goes_in_a_dry_run(folder: Path, ask: Ask) -> None:
-    said = ask(["cache", "clear", "--dry-run"])
-    assert len(said.out.splitlines()) == len(KINDS) - len(ONLY_NAMED)
-    assert "would be removed" in said.err
-    assert list_files(folder) == ALL
-
-
-@pytest.mark.parametrize(("age", "goes"), [("9d", True), ("11d", False), ("2w", False)])
-def test_what_was_used_lately_stays(folder: Path, age: str, goes: bool) -> None:
-    assert run(["cache", "clear", "kernels", "--older-than", age]) == 0
-    assert ("kernels" in list_files(folder)) != goes
-
-
-@pytest.mark.parametrize("arguments", [["kernel"], ["--older-than", "soon"]])
-def test_what_is_no_kind_and_no_age_is_said(folder: Path, arguments: list[str]) -> None:
-    assert run(["cache", "clear", *arguments]) == 2
-    assert list_files(folder) == ALL
-
-
 def test_download_that_is_under_way_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     descriptor = os.open(folder / "downloads/one", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -104,17 +83,6 @@ def test_download_that_is_under_way_stays(folder: Path, capsys: pytest.CaptureFi
     assert "downloads" not in list_files(folder)
 
 
-def test_kernels_that_are_being_compiled_stay(folder: Path) -> None:
-    room = folder / "kernels/compiling-1"
-    room.mkdir()
-    (room / "new.so").write_text("")
-    assert run(["cache", "clear", "kernels"]) == 0
-    assert room.exists()
-    os.utime(room, (0, 0))
-    assert run(["cache", "clear", "kernels"]) == 0
-    assert not room.exists()
-
-
 def test_an_empty_cache_is_no_fault(tmp_path: Path, monkeypatch: Patch, ask: Ask) -> None:
     monkeypatch.setenv("PI2_CACHE_DIR", str(tmp_path / "none"))
     assert run(["cache"]) == 0
@@ -122,15 +90,7 @@ def test_an_empty_cache_is_no_fault(tmp_path: Path, monkeypatch: Patch, ask: Ask
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(
-    ("own", "common", "expected"),
-    [
-        ("/a", "/b", "/a/kernels"),
-        (None, "/b", "/b/pi2/kernels"),
-        (None, None, "/home/u/.cache/pi2/kernels"),
-        ("", "relative", "/home/u/.cache/pi2/kernels"),
-    ],
-)
+@in_table
 def test_the_folder_follows_the_platform(
     own: str | None, common: str | None, expected: str, monkeypatch: Patch
 ) -> None:

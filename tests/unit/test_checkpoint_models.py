@@ -31,6 +31,7 @@ from tests.helpers.gguf_tensors import list_settings, translate
 from tests.helpers.models import draw_weights, make_model
 from tests.helpers.programs import Ask
 from tests.helpers.slow import keep_quick
+from tests.helpers.tables import in_table
 
 Capture = pytest.CaptureFixture[str]
 FEW = ["--max-tokens", "3"]
@@ -297,17 +298,7 @@ def test_a_store_stands_for_the_plan_in_it_and_a_folder_is_converted_too(
     assert find_plan_path(folder) == models / "checkpoint-tiny-0/default.plan.toml"
 
 
-@pytest.mark.parametrize(
-    ("kind", "ffn", "others"),
-    [
-        # Its down projections are rounded again, for single neurons.
-        ("Q4_0", "int8, gate_up int4", "int4"),
-        ("Q4_1", "int8, gate_up q4_1", "int8"),
-        ("Q5_0", "int8, gate_up q5_0", "int8"),
-        ("Q8_0", "int8", "int8"),
-        ("F16", "fp16", "fp16"),
-    ],
-)
+@in_table
 def test_a_store_has_no_fewer_bits_than_its_file(
     tmp_path: Path, kind: str, ffn: str, others: str, capsys: Capture
 ) -> None:

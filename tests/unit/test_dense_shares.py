@@ -22,6 +22,7 @@ from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
 from tests.helpers.slow import mark_slow
+from tests.helpers.tables import in_table
 
 IDS = [5, 6, 7, 8, 9, 250, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 17, 99, 23, 41]
 SAME = 2e-6
@@ -214,16 +215,7 @@ def test_several_sequences_are_computed_as_each_alone(
     check(found[1], found[0])
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        ROWS,
-        {"projections.head": {"second": 0.2, "cpu": 0.8}},
-        {**ROWS, "layers.split": {"second": 0.0, "cpu": 1.0}},
-        {"projections.attention": {"second": 0.99, "cpu": 0.01}},
-    ],
-    ids=["both", "head", "no neurons", "nearly all"],
-)
+@in_table
 def test_rows_of_projections_and_head_may_be_another_units(
     plan: Path, alone: tuple[F32, F32], rows: dict[str, Any]
 ) -> None:

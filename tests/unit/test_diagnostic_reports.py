@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pi2.diagnostics import Diagnostic, Span
+from pi2.diagnostics.baseline import read_comments, sift
 from pi2.diagnostics.reports import compute_fingerprints
 from pi2.diagnostics.texts import list_formats
 from pi2.diagnostics.texts import render as render_as
@@ -79,9 +80,6 @@ def test_github_takes_one_line_for_any_finding(message: str, file: str) -> None:
     assert text.splitlines() == [text.removesuffix("\n")]
 
 
-# GitLab
-
-
 @pytest.mark.parametrize("path", ["layers.split", None], ids=["by key path", "by line"])
 def test_a_finding_keeps_its_fingerprint_when_lines_are_added_above(path: str | None) -> None:
     before = make_finding(path=path)
@@ -134,8 +132,6 @@ def test_outside_of_a_repository_the_file_s_name_counts(
     }
     assert len(prints) == 1
 
-
-# SARIF
 
 SARIF_PART = json.loads((GOLDEN / "sarif-part.schema.json").read_text(encoding="utf-8"))
 """The parts of the standard's schema that pi2 uses, and nothing else allowed."""
@@ -226,3 +222,29 @@ def test_validate_writes_the_report_alone_to_stdout(name: str) -> None:
     else:
         rules = json.loads(stdout)["runs"][0]["tool"]["driver"]["rules"]
         assert all("help" in rule for rule in rules if rule["id"].startswith("P2"))
+
+
+CHUNK = 'schema_version = 3\nextends = ["demo"]\n[kv]\ncontext = 64\n[prefill]\nchunk = 128\n'
+"""A plan with one warning: P235 in its last line."""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plans/small.plan.toml"
+    path.parent.mkdir()
+    path.write_text(CHUNK)
+    return path
+
+
+def test_texts_are_no_comments() -> None:
+    text = 'a = "# pi2: ignore P235 (x)"\nb = """\n# pi2: ignore P235 (x)\n"""\n'
+    assert read_comments("x", text) == ([], [])
+
+
+def test_comments_at_the_beginning_are_about_findings_without_a_line() -> None:
+    text = "# pi2: ignore P411 (no name)\nid = 1\n"
+    item = Diagnostic(code="P411", message="x", span=Span.of_file("x"))
+    assert sift([item], {"x": text}, ["x"]).diagnostics == ()
+    later = "id = 1\n# pi2: ignore P411 (no name)\nb = 2\n"
+    assert item in sift([item], {"x": later}, ["x"]).diagnostics

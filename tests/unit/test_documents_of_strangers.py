@@ -11,6 +11,7 @@ from pi2.cli.main import run
 from pi2.lsp.checked import Checked
 from tests.helpers.broken_plans import BROKEN
 from tests.helpers.slow import keep_quick, mark_slow
+from tests.helpers.tables import in_table
 
 Capture = pytest.CaptureFixture[str]
 PARTS = BROKEN / "parts"
@@ -155,34 +156,6 @@ def test_what_is_outside_is_named_and_refused(attack: str, project: Path, capsys
     assert "GiB" not in found and "MiB" not in found
 
 
-def test_a_link_inside_the_project_is_as_good_as_its_file(project: Path) -> None:
-    (project / "devices").mkdir()
-    (project / "plans" / "phone.device.toml").rename(project / "devices" / "phone.device.toml")
-    link(project, "linked", project / "devices")
-    change(project, 'device = "linked/phone.device.toml"')
-    assert run(["validate", str(project / "plans" / "p.plan.toml")]) == 0
-    change(project, 'device = "../devices/phone.device.toml"')
-    assert run(["validate", str(project / "plans" / "p.plan.toml")]) == 0
-
-
-@pytest.mark.parametrize("mark", ["pi2.lock", ".git", None])
-def test_a_project_is_the_folder_of_the_repository_or_of_the_lock(
-    mark: str | None, tmp_path: Path, capsys: Capture
-) -> None:
-    (tmp_path / "plans").mkdir()
-    for name in ("phone.device.toml", "small.model.toml"):
-        shutil.copy(PARTS / name, tmp_path)
-    text = (PARTS / "base.plan.toml").read_text()
-    for name in ("phone.device.toml", "small.model.toml"):
-        text = text.replace(f'"{name}"', f'"../{name}"')
-    (tmp_path / "plans" / "p.plan.toml").write_text(text)
-    if mark is not None:
-        (tmp_path / mark).write_text("lock_version = 1\n")
-    code = run(["validate", str(tmp_path / "plans" / "p.plan.toml")])
-    assert code == (0 if mark else 1)
-    assert ("P032" in capsys.readouterr().out) == (mark is None)
-
-
 def write_parts(folder: Path, part: str) -> Path:
     """A plan outside of any repository, with a part in another folder of it."""
     for place in ("parts", "devices"):
@@ -200,20 +173,7 @@ def write_parts(folder: Path, part: str) -> Path:
     return plan
 
 
-@pytest.mark.parametrize(
-    ("part", "code"),
-    [
-        ('[sparsity]\nmethod = "cats"\nthresholds = "../devices/none.thresholds.toml"', "P028"),
-        ('extends = ["../p.plan.toml"]', "P021"),
-        ('extends = ["../devices/phone.device.toml"]', "P014"),
-        ('extends = ["../../p.plan.toml"]', "P032"),
-        ('extends = ["/etc/hosts.toml"]', "P032"),
-        ('extends = ["linked.plan.toml"]', "P032"),
-        ('extends = ["../devices/../../outside/phone.device.toml"]', "P032"),
-        ("[io]\nthreads = 2", None),
-        ('extends = ["near.plan.toml"]', None),
-    ],
-)
+@in_table
 def test_parts_belong_to_the_project_of_the_plan_that_names_them(
     part: str, code: str | None, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -243,46 +203,6 @@ def test_a_device_and_a_draft_belong_to_the_project_of_their_plan(
     assert run(["validate", str(plan)]) == 0, capsys.readouterr().out
     assert run(["validate", str(device)]) == 1
     assert "P032" in capsys.readouterr().out
-
-
-def test_the_user_names_any_file(project: Path, tmp_path: Path, capsys: Capture) -> None:
-    """``--set`` names a device outside of the project; a plan from there is named itself."""
-    device = tmp_path / "elsewhere" / "phone.device.toml"
-    device.parent.mkdir()
-    (project / "plans" / "phone.device.toml").rename(device)
-    plan = project / "plans" / "base.plan.toml"
-    assert run(["validate", str(plan)]) == 1
-    assert run(["show", str(plan), "--set", f"device={device}"]) == 0, capsys.readouterr().err
-    link(project, "p.plan.toml", tmp_path / "elsewhere" / "own.plan.toml")
-    text = plan.read_text().replace('"phone.device.toml"', f'"{device.name}"')
-    text = text.replace('"small.model.toml"', '"small.model.toml"')
-    (device.parent / "own.plan.toml").write_text(text)
-    shutil.copy(project / "plans" / "small.model.toml", device.parent)
-    assert run(["validate", str(device.parent / "own.plan.toml")]) == 0
-    assert run(["validate", str(project / "plans" / "p.plan.toml")]) == 1
-
-
-def test_shipped_plans_are_extended_from_anywhere(tmp_path: Path) -> None:
-    plan = tmp_path / "p.plan.toml"
-    plan.write_text('schema_version = 3\nextends = ["oneplus-12/bamboo-7b"]\n')
-    assert run(["validate", str(plan)]) == 0
-
-
-def test_migrate_writes_through_no_link_out_of_the_project(project: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "old.plan.toml"
-    text = (project / "plans" / "base.plan.toml").read_text()
-    outside.write_text(text.replace("schema_version = 3", "schema_version = 2"))
-    before = outside.read_bytes()
-    link(project, "p.plan.toml", outside)
-    run(["migrate", str(project / "plans" / "p.plan.toml")])
-    assert outside.read_bytes() == before
-
-
-def test_a_part_of_a_plan_may_have_another_name(project: Path) -> None:
-    """A file that states a schema version is a document of ours by its contents."""
-    (project / "plans" / "part.toml").write_text("schema_version = 3\n[io]\nthreads = 2\n")
-    extend(project, "part.toml")
-    assert run(["validate", str(project / "plans" / "p.plan.toml")]) == 0
 
 
 def test_an_editor_shows_none_of_it(project: Path) -> None:

@@ -42,7 +42,7 @@ from tests.helpers.goldens import (
     write_plan,
 )
 from tests.helpers.peers import Tiny, read_models, write_tiny
-from tests.helpers.slow import mark_slow
+from tests.helpers.tables import in_table
 
 MODELS = read_models()
 
@@ -341,15 +341,7 @@ MTP: dict[str, Any] = {"drafts": "mtp", "when": "always", "tokens": 3}
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 
 
-@pytest.mark.parametrize(
-    ("name", "is_blind", "is_made"),
-    [
-        *(mark_slow(("glm4-moe", is_blind, False)) for is_blind in (False, True)),
-        ("glm4-moe", True, True),
-        ("qwen3-next", False, False),  # layers keep states
-        mark_slow(("qwen3-next", True, False)),
-    ],
-)
+@in_table
 def test_the_head_in_a_file_drafts_and_the_text_stays(
     tmp_path: Path, name: str, is_blind: bool, is_made: bool
 ) -> None:

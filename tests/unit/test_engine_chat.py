@@ -19,6 +19,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model, make_tiny, make_tokenizer
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.plans import write_plan
+from tests.helpers.tables import in_table
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden/chat"
 CONVERSATIONS = json.loads((GOLDEN / "conversations.json").read_text("utf-8"))
@@ -56,22 +57,7 @@ def test_templates_read_variables_and_the_date() -> None:
     assert without.endswith("Hello<|im_end|>\n")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__ }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__init__.__globals__ }}", "{{ raise_exception.__globals__ }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}", "{{ '{0.__class__}'.format('') }}",
-        "{{ ''['__class__'] }}", "{{ ''|attr('__class__') }}", "{% do messages.append(1) %}",
-        "{{ messages.append(1) }}", "{{ messages[0].update(a=1) }}",
-        "{{ self._TemplateReference__context }}", "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}", "{% for x in range(10**9) %}{% endfor %}", "{{ 'x' * 10**9 }}",
-        "{{ 9 ** 999999999 }}", "{{ [0] * 10**9 }}",
-        "{% for x in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% if %}", "{{ 1 / 0 }}",
-        "{{ messages[7].content }}", "{{ undefined.attribute }}", "{{ raise_exception('no') }}",
-    ],
-)  # fmt: skip
+@in_table
 def test_a_template_that_fails_or_leaves_the_sandbox_is_a_finding(source: str) -> None:
     start = time.monotonic()
     with pytest.raises(UserError) as error:

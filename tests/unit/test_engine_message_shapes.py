@@ -10,6 +10,7 @@ import pytest
 from pi2.diagnostics import UserError
 from pi2.engine.message_shapes import ShapedTemplate, complete_messages, shorten_id
 from pi2.engine.text import ChatTemplate, make_staying_child
+from tests.helpers.tables import in_table
 
 TURN = (
     "{% for m in messages %}<{{ m.role }}>{% for t in m.tool_calls or [] %}{CALL}{% endfor %}"
@@ -179,25 +180,7 @@ def talk(*turns: str) -> list[dict[str, Any]]:
     return [{"role": roles[text[0]], "content": text} for text in turns]
 
 
-@pytest.mark.parametrize(
-    ("places", "turns", "expected"),
-    [
-        ("all places", "s1 s2 u1 s3", "<system>s1<system>s2<user>u1<system>s3"),
-        ("the first place only", "s1 d2 u1", "<system>s1\n\nd2<user>u1"),
-        ("the first place only", "u1 s1", "<user>u1<user>s1"),
-        (
-            "the first place only",
-            "s1 u1 a1 s2 u2",
-            "<system>s1<user>u1<assistant>a1<user>s2<user>u2",
-        ),
-        ("the first places only", "s1 s2 u1 s3", "<system>s1<system>s2<user>u1<user>s3"),
-        ("others dropped", "s1 s2 u1 d3", "<system>s1\n\ns2<user>u1<user>d3"),
-        ("none", "s1 s2 u1", "<user>s1<user>s2<user>u1"),
-        ("turns", "s1 s2 u1 a1 s3 u2", "<user>s1\n\ns2\n\nu1<assistant>a1<user>s3\n\nu2"),
-        ("turns", "u1 u2 a1 a2 u3", "<user>u1\n\nu2<assistant>a1\n\na2<user>u3"),
-        ("turns after a system", "s1 d2 u1 s3", "<system>s1\n\nd2<user>u1\n\ns3"),
-    ],
-)
+@in_table
 def test_system_messages_stand_where_the_template_takes_them(
     places: str, turns: str, expected: str
 ) -> None:

@@ -28,6 +28,7 @@ from pi2.plan.documents.quantities import (
 from pi2.plan.reading.references import list_shipped
 from tests.helpers.shipped_plans import read_device, read_model
 from tests.helpers.slow import keep_quick, mark_slow
+from tests.helpers.tables import in_table
 
 
 @pytest.mark.parametrize(
@@ -110,15 +111,7 @@ def test_a_plan_for_an_odd_size_has_a_budget_that_people_can_read(
     assert not re.search(r'"[0-9]{7,} ', text)
 
 
-@pytest.mark.parametrize(
-    ("faults", "swapped", "lines"),
-    [
-        (None, None, []),
-        (3, 0, []),
-        (5000, 0, ["memory pressure: 5000 pages were read again after loading (major faults)"]),
-        (3, 2**21, ["memory pressure: 2 MiB are swapped or compressed"]),
-    ],
-)
+@in_table
 def test_a_few_pages_are_no_memory_pressure(
     faults: int | None, swapped: int | None, lines: list[str]
 ) -> None:

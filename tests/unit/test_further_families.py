@@ -17,6 +17,7 @@ from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Index
 from tests.helpers.goldens import change_config, copy_checkpoint
+from tests.helpers.tables import in_table
 
 COMMON: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 24, "num_hidden_layers": 4,
@@ -104,24 +105,12 @@ def test_layers_have_two_bases() -> None:
         describe("granite_swa", layer_rope_theta=[90.0, 5000, 90.0, 7])
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "expected"),
-    [
-        ("exaone_moe", {}, (0,)), ("exaone_moe", {"first_k_dense_replace": 2}, (0, 1)),
-        ("hy_v3", {}, (0,)), ("hy_v3", {"mlp_layer_types": ["sparse", "dense"] * 2}, (1, 3)),
-        ("afmoe", {"num_dense_layers": 3}, (0, 1, 2)), ("mellum", {}, ()), ("laguna", {}, (0,)),
-        ("jamba", {}, (0, 2)), ("jamba", {"expert_layer_period": 1, "expert_layer_offset": 0}, ()),
-        ("flint", {}, (0, 1)), ("kimi_linear", {}, (0,)),
-        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"] * 2}, (1, 3)),
-        ("bailing_hybrid", {}, (0, 1)), ("flint", {"mlp_only_layers": []}, ()),
-        ("kolibri1", {}, ()), ("solar_open", {}, ()),
-    ],
-)  # fmt: skip
+@in_table
 def test_layers_that_are_no_mixture(
-    kind: str, options: dict[str, Any], expected: tuple[int, ...]
+    kind: str, options: dict[str, Any], expected: list[int]
 ) -> None:
     moe = describe(kind, **options).moe
-    assert moe is not None and moe.dense_layers == expected
+    assert moe is not None and moe.dense_layers == tuple(expected)
 
 
 def test_caps_of_nanochat() -> None:
@@ -143,29 +132,7 @@ def test_logits_are_divided_in_granite_and_multiplied_in_hyperclovax() -> None:
     assert describe("hyperclovax", **factors).multipliers.logits == 4.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "problem"),
-    [
-        ("deepseek_v4", {}, "chooses pooled keys"),
-        ("qwen4_exp", {}, "blocks of keys that an index chooses"),
-        ("internlm3", {"hidden_factor": 2.0}, "hidden_factor"),
-        ("laguna", {"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping"),
-        ("laguna", {"moe_apply_router_weight_on_input": True}, "router_weight_on_input"),
-        ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "num_hidden_layers is 4"),
-        ("laguna", {"num_attention_heads_per_layer": [2, 4, 6, 2]}, "not in .shape.heads, most"),
-        ("jamba", {"attn_layer_period": 0}, "attn_layer_period"),
-        ("jamba", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv"),
-        ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window"),
-        ("cohere2_moe", {"shared_expert_combination_strategy": "product"}, "product"),
-        ("cohere2_moe", {"expert_selection_fn": "tanh"}, "tanh"),
-        ("gpt_bigcode", {"n_head": 5, "n_embd": 48}, "n_head 5"),
-        ("hy_v3", {"mlp_bias": True}, "mlp_bias"),
-        ("hy_v3", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
-        ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta"),
-        ("afmoe", {"global_attn_every_n_layers": 0}, "global_attn_every_n_layers"),
-    ],
-)
+@in_table
 def test_what_cannot_be_computed_is_refused(
     kind: str, options: dict[str, Any], problem: str
 ) -> None:

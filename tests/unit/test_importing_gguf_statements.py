@@ -19,7 +19,7 @@ from pi2.weights.file_reading import FileFiller
 from tests.helpers.gguf_goldens import convert, expect_same_weights
 from tests.helpers.goldens import EXACT, copy_checkpoint
 from tests.helpers.peers import TOKENS, VOCAB, read_models, write_tiny
-from tests.helpers.slow import mark_slow
+from tests.helpers.tables import in_table
 
 pytest.importorskip("gguf")
 
@@ -51,24 +51,7 @@ SCALES = np.resize(np.array([0.5, 2.0, 0.25, 4.0, 8.0, 0.125, 16.0], np.float32)
 """Powers of 2, by which numbers of every format are multiplied exactly."""
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "matrices"),
-    [
-        ("llama", "Q8_0", ["blk.0.attn_output", "blk.1.ffn_gate"]),
-        ("mixtral", "F32", ["blk.0.ffn_gate_exps", "blk.1.ffn_down_exps"]),
-        ("qwen3-5", "F32", ["blk.0.attn_gate", "blk.0.ssm_out", "blk.1.attn_q"]),
-        *map(
-            mark_slow,
-            [
-                ("llama", "F32", ["blk.0.attn_q", "blk.1.ffn_down", "output"]),
-                ("qwen2", "F32", ["blk.0.attn_k", "blk.1.attn_v"]),
-                ("granite-hybrid", "F32", ["blk.0.ssm_in", "blk.0.ssm_out"]),
-                ("deepseek-v3", "F32", ["blk.0.attn_k_b", "blk.1.attn_v_b", "blk.1.ffn_gate_exps"]),
-                ("qwen2-moe", "BF16", ["blk.0.ffn_up_exps", "blk.1.ffn_down_shexp"]),
-            ],
-        ),
-    ],
-)
+@in_table
 def test_matrices_are_multiplied_by_their_scales(
     tmp_path: Path, name: str, kind: str, matrices: list[str]
 ) -> None:
@@ -110,16 +93,7 @@ def vector(count: int) -> F32:
     return np.ones(count, np.float32)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "output.bias", "blk.0.attn_sinks.weight", "blk.0.post_attention_norm.weight",
-        "blk.1.post_ffw_norm.weight", "blk.0.attn_q_norm.weight", "blk.0.ffn_down.bias",
-        "blk.0.attn_sub_norm.weight", "blk.0.layer_output_scale.weight", "blk.1.exp_probs_b.bias",
-        "blk.0.attn_norm_2.weight", "blk.0.attn_rot_embd", "blk.0.attn_norm.scale",
-        "token_embd.scale", "token_embd_norm.weight", "cls.output.weight", "dense_2.weight",
-    ],
-)  # fmt: skip
+@in_table
 def test_a_tensor_that_nothing_reads_is_named(tmp_path: Path, name: str) -> None:
     job = Job(tmp_path)
     job.tensors[name] = vector(32)
@@ -178,46 +152,14 @@ def test_a_scaling_without_a_kind_is_linear(tmp_path: Path, key: str) -> None:
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("attention__causal", False), ("attention__max_alibi_bias", 8.0),
-        ("attention__output_scale", 0.5), ("attention__indexer__top_k", 16),
-        ("attention__sliding_window_pattern", 2), ("attention__shared_kv_layers", 1),
-        ("rope__scaling__yarn_attn_factor", 0.8), ("rope__scaling__yarn_ext_factor", 0.5),
-        ("rope__scaling__yarn_log_multiplier", 0.1), ("router_logit_softcapping", 30.0),
-        ("swiglu_clamp_exp", 7.0), ("rope__scaling__alpha", 1000.0), ("something__new", 3),
-    ],
-)  # fmt: skip
+@in_table
 def test_a_key_that_nothing_reads_is_named_with_its_value(
     tmp_path: Path, key: str, value: object
 ) -> None:
     Job(tmp_path).refuse("P544", f"llama.{key.replace('__', '.')} = {value!r}"[:40], **{key: value})
 
 
-@pytest.mark.parametrize(
-    ("golden", "key", "value", "path"),
-    [
-        ("llama", "logit_scale", 0.25, "multipliers.logits"),
-        ("llama", "embedding_scale", 12.0, "multipliers.embedding"),
-        ("llama", "residual_scale", 0.5, "multipliers.residual"),
-        ("llama", "attention__scale", 0.5, "attention.scale"),
-        ("llama", "attention__clamp_kqv", 4.0, "attention.clip"),
-        ("llama", "attn_logit_softcapping", 50.0, "attention.softcap"),
-        ("llama", "attention__temperature_scale", 0.1, "attention.growth"),
-        ("llama", "final_logit_softcapping", 30.0, "logit_softcap"),
-        ("llama", "use_parallel_residual", True, "residual"),
-        ("llama", "hidden_activation", "gelu", "ffn.activation"),
-        ("llama", "rope__freq_base_swa", 7000.0, "other_rope.theta"),
-        ("llama", "pooling_type", 2, "pooling"),
-        ("qwen3", "attention__sliding_window", 8, "attention.sliding_window"),
-        ("mixtral", "expert_gating_func", 2, "moe.router"),
-        ("mixtral", "expert_weights_norm", False, "moe.normalise_weights"),
-        ("mixtral", "expert_weights_scale", 2.5, "moe.scaling"),
-        ("mixtral", "expert_group_count", 2, "moe.groups"),
-        ("qwen2-moe", "expert_weights_norm", True, "moe.normalise_weights"),
-    ],
-)
+@in_table
 def test_a_value_that_the_model_does_not_have_is_named(
     tmp_path: Path, golden: str, key: str, value: object, path: str
 ) -> None:
@@ -226,16 +168,7 @@ def test_a_value_that_the_model_does_not_have_is_named(
     job.refuse("P537", stated, path, **{key: value})
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"attention__causal": True, "pooling_type": 0, "vocab_size": 96},
-        {"logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0},
-        {"attention__clamp_kqv": 0.0, "final_logit_softcapping": 0.0},
-        {"tensor_data_layout": "Meta AI original pth", "rope__scaling__finetuned": False},
-        {"rope__scaling__attn_factor": 1.0, "rope__scaling__yarn_ext_factor": 1.0},
-    ],
-)
+@in_table
 def test_values_that_stand_for_nothing_are_taken(tmp_path: Path, keys: dict[str, Any]) -> None:
     assert Job(tmp_path).describe(**keys).rope.kind == "plain"
 

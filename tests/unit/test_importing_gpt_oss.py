@@ -18,7 +18,6 @@ from tests.helpers.gguf_goldens import expect_same_weights
 from tests.helpers.goldens import (
     EXACT,
     FOLDER,
-    UNROUNDED,
     Golden,
     convert_golden,
     make_small_tokenizer,
@@ -28,6 +27,7 @@ from tests.helpers.goldens import (
 )
 from tests.helpers.programs import Ask
 from tests.helpers.quantized import Stored, decode_fp4, pack_pairs, write_tensors
+from tests.helpers.tables import in_table
 from tests.helpers.whole_files import make_file
 
 HIDDEN, FFN = 96, 64
@@ -127,15 +127,7 @@ def test_a_published_checkpoint_computes_what_its_numbers_say(
     assert greedy == text
 
 
-@pytest.mark.parametrize(
-    ("settings", "limit"),
-    [
-        pytest.param({}, 4e-3, id="rounded"),
-        pytest.param(UNROUNDED, 3e-6, id="not rounded"),
-        pytest.param(UNROUNDED | FLASH, 3e-6, id="from flash"),
-        pytest.param({**UNROUNDED, "prefill.chunk": 1}, 3e-6, id="token by token"),
-    ],
-)
+@in_table
 def test_kernels_compute_what_the_reference_computes(
     stores: tuple[Path, Path], settings: dict[str, Any], limit: float
 ) -> None:

@@ -21,6 +21,7 @@ from tests.helpers.quantized import (
     pack_pairs,
     write_tensors,
 )
+from tests.helpers.tables import in_table
 
 ROWS, COLUMNS = 24, 128
 
@@ -135,18 +136,7 @@ def test_what_does_not_belong_together_is_a_finding(
         open_checkpoint(folder).tensors["a.weight"].read()
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"quant_method": "hqq"}, "'hqq'"),
-        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
-        ({"quant_method": "gptq", "bits": "4"}, "bits is '4'"),
-        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "awq", "version": "gemv"}, "gemv"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
-        ({"quant_method": 4}, "quant_method is 4"),
-    ],
-)
+@in_table
 def test_methods_and_layouts_that_are_not_read_are_named(
     settings: dict[str, Any], says: str, tmp_path: Path
 ) -> None:

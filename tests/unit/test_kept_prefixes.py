@@ -18,6 +18,7 @@ from tests.helpers.models import make_tiny
 from tests.helpers.peers import read_models, write_tiny
 from tests.helpers.plans import write_plan
 from tests.helpers.slow import mark_slow
+from tests.helpers.tables import in_table
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 DEMO = Path(__file__).resolve().parents[2] / "plans" / "demo.plan.toml"
@@ -234,14 +235,7 @@ TURNS = [LONG[:30], LONG, [*LONG[:40], 7], [*LONG[:28], 9], LONG[:30], LONG]
 """Prompts within the original context and beyond it, in turn."""
 
 
-@pytest.mark.parametrize(
-    ("mode", "is_file"),
-    [
-        ("prompts", False),
-        ("answers", True),
-        *map(mark_slow, (("prompts", True), ("answers", False))),
-    ],
-)
+@in_table
 def test_a_longer_prompt_does_not_go_on_from_keys_of_shorter_ones(
     tmp_path: Path, mode: str, is_file: bool
 ) -> None:

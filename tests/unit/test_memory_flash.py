@@ -22,6 +22,7 @@ from pi2.memory.io_engine import PENDING, EngineName
 from pi2.memory.uring import UringEngine
 from tests.helpers.kernels import make_loops
 from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tables import in_table
 
 STRIDE, COUNT, OFFSET = 512, 100, 4096
 
@@ -91,15 +92,7 @@ def test_several_reads_may_be_under_way(file: BundleFile, engine: EngineName) ->
 
 
 @needs_ring
-@pytest.mark.parametrize(
-    ("settings", "clusters"),
-    [
-        ({}, 3),
-        ({"ahead": True}, 1),
-        ({"ahead": True, "engine": "pread"}, 3),
-        ({"ahead": True, "gate_bytes": 128, "direct": False}, 3),
-    ],
-)
+@in_table
 def test_reads_ahead_are_one_cluster_unless_something_waits_for_each(
     file: BundleFile, settings: dict[str, Any], clusters: int
 ) -> None:

@@ -24,6 +24,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.goldens import change_config, copy_checkpoint, list_goldens
 from tests.helpers.models import MIXTURE, draw_weights, make_model
 from tests.helpers.programs import Ask
+from tests.helpers.tables import in_table
 
 Capture = pytest.CaptureFixture[str]
 
@@ -296,22 +297,7 @@ def test_the_plan_beside_a_store_runs(tmp_path: Path, name: str, capsys: Capture
         assert np.isfinite(model.logits([1, 5, 9])).all()
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        (
-            '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "other": 2}',
-            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-        ),
-        ('{"do_sample": true, "temperature": 1}', {"temperature": 1.0}),
-        ('{"temperature": 0.6, "top_k": -1}', {"temperature": 0.6, "top_k": 0}),
-        ('{"do_sample": false, "temperature": 0.6}', None),
-        ('{"top_p": 0.6}', None),
-        ('{"do_sample": true, "temperature": -3}', None),
-        ('{"do_sample": true, "top_p": "high"}', None),
-        ("[1]", None),
-    ],
-)
+@in_table
 def test_the_plan_draws_tokens_as_the_checkpoint_recommends(
     tmp_path: Path, said: str, expected: dict[str, Any] | None
 ) -> None:

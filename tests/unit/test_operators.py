@@ -25,7 +25,8 @@ from tests.helpers.goldens import (
     measure_error,
     read_golden,
 )
-from tests.helpers.slow import keep_quick, mark_slow
+from tests.helpers.slow import keep_quick
+from tests.helpers.tables import in_table
 
 MakePlan = Callable[[str], Path]
 BACKENDS = pytest.mark.parametrize("backend", [{}, CPU], ids=["reference", "cpu"])
@@ -35,16 +36,7 @@ INT8_ROUNDING = 1e-2
 """Both backends round what is kept to 8 bits; values that differ a little are rounded apart."""
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        *(("gemma4-moe", {}), ("llama4", CPU)),
-        *map(mark_slow, (("gemma4-moe", CPU), ("llama4", {}))),
-        # Layers with one FFN, biases of experts, states.
-        *(("deepseek-v3", CPU), ("jamba", {})),
-        *map(mark_slow, (("gpt-oss", CPU), ("qwen3-next", {}))),
-    ],
-)
+@in_table
 def test_what_is_in_memory_changes_no_bit(
     make_plan: MakePlan, name: str, backend: dict[str, Any]
 ) -> None:
@@ -112,23 +104,7 @@ def test_backends_agree_about_int4_weights(tmp_path: Path, name: str) -> None:
             assert measure_error(model.logits(golden.prompt), expected) <= ROUNDING
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("gemma4-e2b", ["layer_embedding", "attention.kv_shared_layers", 'moe.router = "none"']),
-        (
-            "gemma4-moe",
-            [
-                *("other_heads", "layer_scale", "attention.value_norm", "rope.kind"),
-                *("side_ffn", "moe.router_input", "moe.expert_scale"),
-            ],
-        ),
-        ("nemotron-h-latent", ["moe.latent", "side_ffn"]),
-        ("nemotron-h", ["layers.kinds"]),
-        ("gemma3n", ["altup"]),
-        ("llama4", []),
-    ],
-)
+@in_table
 def test_what_has_no_kernels_on_a_gpu_is_named(
     make_plan: MakePlan, name: str, keys: list[str]
 ) -> None:
@@ -141,27 +117,7 @@ def test_what_has_no_kernels_on_a_gpu_is_named(
     assert any("gate_sparsity" in limit for limit in unknown) == (name == "gemma3n")
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "problem"),
-    [
-        ("gemma4-e2b", {"num_kv_shared_layers": 5}, "kv_shared_layers: no layer before the last 5"),
-        ("gemma4-e2b", {"hidden_activation": "relu"}, "embeddings of layers need a smooth"),
-        ("gemma4", {"per_layer_config": {"0": {"head_dim": 36}}}, "other_layers is [0]"),
-        ("gemma4", {"num_kv_shared_layers": 4}, "no layer before the last 4"),
-        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-        ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx is 1"),
-        ("gemma3n", {"activation_sparsity_pattern": [0.5]}, "length(listed('activation_s"),
-        ("gemma3n", {"activation_sparsity_pattern": [1.0] * 5}, "length(where(0 <= lis"),
-        ("gemma3n", {"intermediate_size": [72, 72, 72, 72, 36]}, "each(intermediate_size)]"),
-        ("gemma3n", {"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input != 0"),
-        ("gemma3n", {"hidden_activation": "relu"}, "embeddings of layers need a smooth"),
-        ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
-        ("llama4", {"layer_types": ["full_attention"]}, "length(listed('layer_types')) =="),
-        ("llama4", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
-        ("llama4", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-        ("llama4", {"hidden_act": "relu"}, "activation is 'relu'"),
-    ],
-)
+@in_table
 def test_what_no_document_states_is_refused(
     tmp_path: Path, name: str, changes: dict[str, Any], problem: str
 ) -> None:
@@ -186,36 +142,7 @@ offsets = [1]
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "after", "problem"),
-    [
-        ("nemotron-h-latent", "[moe]\n", SHARED, "P253.*shared FFNs in a table"),
-        ("nemotron-h-latent", "[moe]\n", '[moe]\nrouter = "none"\n', "P253.*a router"),
-        ("nemotron-h-latent", "norms = false", "norms = true", "P253.*norms of outputs"),
-        ("nemotron-h", "outputs = false", "outputs = true", r"P275.*norm\.outputs has another"),
-        ("nemotron-h", '"sequential"', '"parallel"', "P275.*residual has another value"),
-        ("llama4", 'ffn = "fp16"', 'ffn = "fp16"\ngate_up = "q4_k"', "P253.*no whole blocks"),
-        ("llama4", 'activation = "silu"', 'activation = "relu"', "P253.*need a smooth"),
-        (
-            "llama4",
-            "limits = []\nother",
-            "limits = [1.0]\nother",
-            "P253.*limits of each of the 5 layers",
-        ),
-        ("llama4", "curves = []", "curves = [[1, 1, 1]]", "P253.*need activation ="),
-        ("gemma3n", "[ffn]\n", "[hyper]\nstreams = 2\n[ffn]\n", "P253.*no other streams, altup"),
-        ("gemma3n", "[ffn]\n", f"{NGRAMS}[ffn]\n", r"P253.*streams with gates, a table"),
-        ("gemma3n", "[ffn]\n", f"{NGRAMS}[ffn]\n", "P253.*each with an offset inside"),
-        ("kimi-linear", "key_heads = 3", "key_heads = 1", "as many key heads as value heads"),
-        ("kimi-linear", 'decay_of = "key"', 'decay_of = "head"', "are of decays of keys"),
-        ("bailing-hybrid", 'decay_of = "key"', 'decay_of = "head"', "are of decays of keys"),
-        ("bailing-hybrid", 'gate_of = "head"', 'gate_of = "element"', "a gate for each head"),
-        (
-            *("mamba", "[recurrence]\n", '[recurrence]\ngate = "sigmoid"\n'),
-            "layers of the kind mamba1 have no decays of keys",
-        ),
-    ],
-)
+@in_table
 def test_what_does_not_belong_together_is_refused(
     make_plan: MakePlan, tmp_path: Path, name: str, before: str, after: str, problem: str
 ) -> None:

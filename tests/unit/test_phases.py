@@ -12,6 +12,7 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.memory.policy import PolicyName
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.tables import in_table
 from tests.unit.test_engine_forward import FP16, KV_ROUNDING, TOKENS, compute_error
 from tests.unit.test_memory_flash import OBSTACLE
 from tests.unit.test_trace import list_lanes, trace
@@ -151,15 +152,7 @@ def test_reads_that_fail_are_repeated_in_either_phase(
         assert len(calls) > 20
 
 
-@pytest.mark.parametrize(
-    ("changes", "settings"),
-    [
-        ({}, {"decode.predictor": "gate"}),
-        ({"ffn": {"activation": "silu"}}, {}),
-        ({"quantization": {"ffn": "int4"}, "shape": {"hidden": 64}}, {}),
-    ],
-    ids=["gates in memory", "smooth", "one block"],
-)
+@in_table
 def test_neurons_are_read_whole_where_a_gate_decides_nothing(
     tmp_path: Path, changes: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:

@@ -27,6 +27,7 @@ from pi2.phone.runtime import probing
 from pi2.phone.runtime.probing import write_toml
 from pi2.probing import storage
 from tests.helpers.programs import start_python
+from tests.helpers.tables import in_table
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {"numpy", "pi2", *STAND_INS} | set(sys.stdlib_module_names)
@@ -110,15 +111,7 @@ def test_what_stands_in_takes_what_the_original_takes(module: str) -> None:
                 assert of_ours == of_theirs, name
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "plans/demo.plan.toml",
-        "plans/demo-two-units.plan.toml",
-        "plans/oneplus-12/bamboo-7b-half.plan.toml",
-        "plans/cloud-vm-zen5/turbosparse-mixtral-47b.plan.toml",
-    ],
-)
+@in_table
 def test_documents_are_read_as_pydantic_reads_them(plan: str, tmp_path: Path) -> None:
     resolved = load_plan(ROOT / plan)
     file = tmp_path / "plan.json"

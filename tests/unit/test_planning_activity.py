@@ -28,6 +28,7 @@ from pi2.memory.read_sieve import ReadSieve
 from tests.helpers.kernels import make_loops
 from tests.helpers.models import MIXTURE, PUBLISHED_HITS, make_model
 from tests.helpers.shipped_plans import read_model
+from tests.helpers.tables import in_table
 
 NEURONS = 4096
 PLANS = Path(__file__).parents[2] / "plans"
@@ -65,17 +66,7 @@ def count_misses(activity: LayerActivity, hot: float, cold: float, policy: Polic
 
 
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
-@pytest.mark.parametrize(
-    ("active", "skew", "hot", "cold"),
-    [
-        (0.14, 0.27, 0.4, 0.1),
-        (0.14, 0.4, 0.3, 0.3),
-        (0.14, 0.4, 0.2, 0.15),
-        (0.05, 0.2, 0.2, 0.1),
-        (0.126, 0.33, 0.01, 0.57),
-        (0.126, 0.33, 0.37, 0.23),
-    ],
-)
+@in_table
 def test_expected_misses_are_those_that_the_cache_counts(
     active: float, skew: float, hot: float, cold: float, policy: Policy
 ) -> None:

@@ -19,6 +19,7 @@ from pi2.planning.refinement import describe_layout, list_bundles
 from pi2.planning.text import describe_choices, write_planned
 from pi2.planning.wish import Wish
 from tests.helpers.shipped_plans import ORIGIN, make_box, read_device, read_model
+from tests.helpers.tables import in_table
 
 GIB = 1 << 30
 SEQUENTIAL = {"pattern": "sequential", "block": "1 MiB", "rate": "1 GB/s", **ORIGIN}
@@ -69,15 +70,7 @@ def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
     assert "as in the store" in "\n".join(describe_layout(kept))
 
 
-@pytest.mark.parametrize(
-    ("rates", "chosen", "reason"),
-    [
-        # A read that begins anywhere takes as long as one that begins with a page: memory decides.
-        ({"7 KiB": "280 MB/s", "8 KiB": "320 MB/s"}, 7168, "the least multiple of the device's"),
-        # It takes three times as long: pages decide.
-        ({"7 KiB": "93 MB/s", "8 KiB": "320 MB/s"}, 8192, "whole pages of flash"),
-    ],
-)
+@in_table
 def test_memory_and_reads_are_weighed(rates: Mapping[str, str], chosen: int, reason: str) -> None:
     planned = plan(make_wish(make_device(rates)))
     assert planned.resolved.bundle.stride == chosen

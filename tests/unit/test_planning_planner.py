@@ -29,6 +29,7 @@ from pi2.planning.text import describe_choices, draw_curve, write_planned
 from pi2.planning.wish import Wish
 from tests.helpers.programs import Ask
 from tests.helpers.shipped_plans import BOX, ORIGIN, make_box, read_device, read_model
+from tests.helpers.tables import in_table
 
 GIB, MIB = 1 << 30, 1 << 20
 RANDOM = {"pattern": "random", "block": "8 KiB", "threads": 1, **ORIGIN}
@@ -289,15 +290,7 @@ def test_the_command_writes_a_plan_and_says_why(tmp_path: Path, ask: Ask) -> Non
     assert run([*arguments, "--memory", "4GiB", "-o", str(path)]) == 2, "nothing is overwritten"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--memory", "3 parsecs"], "P105"),
-        (["--speed", "fast"], "P105"),
-        (["--memory", "100MiB"], "P350"),
-        (["--memory", "4GiB", "-o", "my.toml"], "P009"),
-    ],
-)
+@in_table
 def test_wishes_that_are_no_wishes(
     arguments: list[str], code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from pi2.fitting.check import load_plan
 from pi2.fitting.sizes import count_unit_needs, describe_unit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from tests.helpers.programs import Ask
-from tests.helpers.slow import mark_slow
+from tests.helpers.tables import in_table
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -38,15 +38,7 @@ def write(folder: Path, *wish: str) -> ResolvedPlan:
     return load_plan(path)
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [
-        PHONE,
-        mark_slow([*GPU, "--memory", "4GiB", "--unit-memory", "gpu=2GiB"]),
-        mark_slow([*GPU, "--speed", "10tok/s"]),
-    ],
-    ids=["npu", "gpu", "gpu, least memory"],
-)
+@in_table
 def test_a_plan_for_several_units_validates_and_runs_dry(
     wish: Iterable[str], tmp_path: Path, ask: Ask
 ) -> None:

@@ -23,6 +23,7 @@ from tests.helpers.goldens import UNROUNDED, measure_error
 from tests.helpers.models import MIXTURE
 from tests.helpers.programs import Ask
 from tests.helpers.slow import mark_slow
+from tests.helpers.tables import in_table
 from tests.unit.test_imatrix import write_old
 
 WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 8}
@@ -230,16 +231,7 @@ def test_experts_are_weighed_by_the_tokens_that_choose_them(
         assert said is not None and said[1] == said[2]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["-o", "FOLDER/made.gguf", "--calibrate", "x", "--imatrix", "x"], "exclude each other"),
-        (["-o", "FOLDER/made"], "needs -o FILE.gguf"),
-        (["-o", "FOLDER/made.gguf", "--activations", "x"], "--activations is for neuron stores"),
-        (["-o", "FOLDER/model.gguf"], "exists already"),
-        (["-o", "FOLDER/made.gguf", "--imatrix", "FOLDER/x.dat"], "names none of its matrices"),
-    ],
-)
+@in_table
 def test_what_cannot_be_is_refused(
     sources: tuple[Path, Path], tmp_path: Path, options: list[str], expected: str, ask: Ask
 ) -> None:

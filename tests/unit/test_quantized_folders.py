@@ -27,6 +27,7 @@ from tests.helpers.quantized import (
     pack_words,
     write_tensors,
 )
+from tests.helpers.tables import in_table
 
 FFN = 96
 """Neurons of a layer: whole groups of 32."""
@@ -394,15 +395,7 @@ def test_a_matrix_without_a_scale_is_refused(name: str, tmp_path: Path) -> None:
 ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "input"}]}}}
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"format": "marlin-24"}, "marlin-24"),
-        ({"format": "mxfp6-pack-quantized"}, "mxfp6"),
-        ({"config_groups": {"any": {"format": "sparse-24-bitmask"}}}, "sparse-24-bitmask"),
-        ({"transform_config": ROTATED}, "rotated"),
-    ],
-)
+@in_table
 def test_formats_that_are_not_read_are_named(
     settings: dict[str, Any], says: str, tmp_path: Path
 ) -> None:

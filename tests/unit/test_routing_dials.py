@@ -18,6 +18,7 @@ from pi2.plan.documents.quantities import parse_size
 from pi2.refit import read_plan
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import MIXTURE, make_model
+from tests.helpers.tables import in_table
 
 EXPERTS = 6
 SCORES = np.array([3.0, 2.9, 1.0, 0.5, 0.0, -1.0], np.float32)
@@ -135,15 +136,7 @@ def run(file: Path, **settings: Any) -> tuple[F32, RunStatistics]:
         return logits, model.stats
 
 
-@pytest.mark.parametrize(
-    ("settings", "share"),
-    [
-        ({"prefer_cached": 0.5}, "replaced_share"),
-        ({"least_weight": 0.6}, "left_out_share"),
-        ({"most_reads": 1, "renormalise": False}, "left_out_share"),
-        ({"read_best": 1}, "left_out_share"),
-    ],
-)
+@in_table
 def test_dials_read_less_and_say_what_they_replaced(
     file: Path, settings: dict[str, Any], share: str
 ) -> None:

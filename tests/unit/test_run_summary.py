@@ -19,6 +19,7 @@ from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import list_shipped
 from pi2.refit import read_plan
 from tests.helpers.programs import Ask
+from tests.helpers.tables import in_table
 
 DEMO = list_shipped("plan")["demo"]
 QUICK = ["--max-tokens", "3", "--set", "backends.cpu=reference"]
@@ -48,15 +49,7 @@ def test_every_line_has_a_label(ask: Ask) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "exact"),
-    [
-        (["decode.predictor=low-rank"], "no, low-rank predictors choose the neurons"),
-        (["decode.predictor=gate"], "yes"),
-        (["decode.predictor=none"], "yes"),
-        (["decode.predictor=gate", "kv.type=int8"], "no, the KV cache is int8"),
-    ],
-)
+@in_table
 def test_a_run_says_whether_it_is_exact(settings: list[str], exact: str, ask: Ask) -> None:
     given = [part for setting in settings for part in ("--set", setting)]
     assert summarise(ask, "demo", *given)["exact"] == exact

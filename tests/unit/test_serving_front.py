@@ -16,6 +16,7 @@ from pi2.serving.application import Settings
 from pi2.serving.front import USE, ReplicaLost, make_front
 from pi2.serving.metrics import Metrics
 from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tables import in_table
 
 STREAM = {"type": "http.response.start", "status": 200}
 EVENTS: list[Message] = [
@@ -111,15 +112,7 @@ def test_signs_of_life_are_no_part_of_an_answer() -> None:
     assert [message["type"] for message in gone].count("http.response.start") == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "last"),
-    [
-        ("/v1/chat/completions", r'data: {"error":{"message":"The replica'),
-        ("/v1/messages", 'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"'),
-        ("/v1/responses", 'event: error\ndata: {"type":"error","sequence_number":2,'),
-        ("/api/chat", '{"error":"The replica'),
-    ],
-)
+@in_table
 def test_a_stream_that_has_begun_ends_with_an_error_of_its_interface(path: str, last: str) -> None:
     replicas = Replicas([3])
     sent = ask(replicas, path)

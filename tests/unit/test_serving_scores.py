@@ -13,6 +13,7 @@ from pi2.engine.answer import TokenScore
 from pi2.serving.completions import CompletionScores, describe_chat_scores
 from pi2.serving.errors import explain_invalid
 from pi2.serving.openai_schema import CompletionRequest
+from tests.helpers.tables import in_table
 
 EURO = "\u20ac".encode()
 
@@ -81,16 +82,7 @@ def test_the_space_before_a_word_is_the_words_wherever_it_stands() -> None:
     assert told["text_offset"] == [8, 12]
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "said"),
-    [
-        ({"prompt": []}, "prompt", "at least 1 item"),
-        ({"prompt": 5}, "prompt", "valid string"),
-        ({"prompt": ["a", 3]}, "prompt[1]", "valid string"),
-        ({"prompt": "a", "stop": [""]}, "stop[0]", "at least 1 character"),
-        ({"prompt": "a", "stop": ["b"] * 17}, "stop", "at most 16 items"),
-    ],
-)
+@in_table
 def test_a_value_that_may_be_of_several_types_is_explained_by_the_nearest(
     body: dict[str, Any], param: str, said: str
 ) -> None:

@@ -18,6 +18,7 @@ from pi2.diagnostics import UserError  # noqa: E402
 from pi2.serving.openapi import Traces, make_tracer  # noqa: E402
 from tests.helpers.patience import PATIENCE_S  # noqa: E402
 from tests.helpers.servers import describe_plan, get, make_chat_plan, post, serve  # noqa: E402
+from tests.helpers.tables import in_table  # noqa: E402
 
 SECRET = "do not tell anybody"
 
@@ -94,14 +95,7 @@ def test_refusals_are_spans_and_health_is_none(
     assert SECRET not in span.to_json()
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
-        {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
-    ],
-)
+@in_table
 def test_nothing_is_traced_unless_somebody_asks(variables: dict[str, str]) -> None:
     assert make_tracer(variables) is None
 

@@ -25,6 +25,7 @@ from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 from tests.helpers.programs import Ask
+from tests.helpers.tables import in_table
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs.\n" * 5
 LOOSE = "900%"
@@ -271,15 +272,7 @@ def test_another_text_does_not_go_on_where_one_was(plan: Path, tmp_path: Path) -
     assert calibrate(TEXT, partial) == calibrate(TEXT, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        (["--target", "0.5"], "P668"),
-        ([], "P668"),
-        (["--target", "0.5", "--loss", "2%"], "two goals"),
-        (["--loss", "much", "-o", "x"], "no share"),
-    ],
-)
+@in_table
 def test_what_is_not_said_is_asked_for(
     plan: Path, text: Path, options: list[str], code: str, ask: Ask
 ) -> None:

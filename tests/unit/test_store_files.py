@@ -19,11 +19,11 @@ from tests.helpers.goldens import (
     UNROUNDED,
     convert_golden,
     copy_checkpoint,
-    list_goldens,
     measure_error,
     read_golden,
 )
 from tests.helpers.programs import Ask
+from tests.helpers.tables import in_table
 from tests.helpers.whole_files import NEAR
 from tests.unit.test_checkpoint_files import FAR
 from tests.unit.test_quantized_files import WIDE, write_sources
@@ -39,14 +39,7 @@ def make_store(name: str, folder: Path) -> Path:
     return folder / "store"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in LAYOUTS else pytest.mark.slow)
-        for name in list_goldens()
-        if name not in FILLED
-    ],
-)
+@in_table
 def test_files_of_stores_give_the_logits_of_their_checkpoints(name: str, tmp_path: Path) -> None:
     source = open_checkpoint(make_store(name, tmp_path))
     model = describe_checkpoint(source).model

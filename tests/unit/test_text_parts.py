@@ -14,6 +14,7 @@ from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.requirements import describe_other_parts
 from pi2.plan.documents.model import Model
 from tests.helpers.goldens import EXACT, convert_golden, copy_checkpoint
+from tests.helpers.tables import in_table
 
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -38,26 +39,7 @@ def describe(model: Model) -> dict[str, Any]:
     return model.model_dump(exclude={"name", "id", "tensors"})
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "text_kind", "prefix"),
-    [
-        ("cohere2", "aya_vision", "cohere2", "language_model.model."),
-        ("cohere2", "cohere2_vision", "cohere2", "model.language_model."),
-        ("deepseek-v3", "kimi_k25", "kimi_k2", "language_model.model."),
-        ("gemma4", "gemma4_unified", "gemma4_unified_text", "model.language_model."),
-        ("glm4-moe", "glm4v_moe", "glm4v_moe_text", "model.language_model."),
-        ("lfm2", "lfm2_vl", "lfm2", "model.language_model."),
-        ("llama4", "llama4", "llama4_text", "language_model.model."),
-        ("llama", "llava", "llama", "language_model.model."),
-        ("llama", "smolvlm", "llama", "model.text_model."),
-        ("llama", "voxtral", "llama", "language_model.model."),
-        ("qwen2", "llava_onevision", "qwen2", "model.language_model."),
-        ("qwen2", "ovis2", "qwen2", "model.language_model."),
-        ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "model.language_model."),
-        ("qwen3", "internvl", "qwen3", "language_model.model."),
-        ("qwen3", "qwen3_vl", "qwen3_vl_text", "model.language_model."),
-    ],
-)
+@in_table
 def test_the_text_part_is_described_as_a_model_of_text_alone(
     tmp_path: Path, name: str, kind: str, text_kind: str, prefix: str
 ) -> None:
