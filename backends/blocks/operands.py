@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pi2.backends.blocks.contract import CONTEXT_BLOCK
+from pi2.backends.blocks.contract import CONTEXT_BLOCK, PLANES
 from pi2.backends.blocks.instructions import Planes, Weight
 from pi2.formats.packing import round_up
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
-from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.plan import KvType, Plan
 
 if TYPE_CHECKING:
     from pi2.arrays import I32
@@ -37,6 +37,21 @@ class Extent:
     """Whether other code computes neurons (`Exchange`), and tensors are a neuron store's."""
     scratch_bytes: int = 0
     """What every thread has, at least."""
+
+    @classmethod
+    def of_file(cls, plan: Plan, threads: int, *, predicts: bool) -> Extent:
+        """The program of a GGUF file that a plan runs."""
+        one, many = (PLANES[own.activations] for own in (plan.decode, plan.prefill))
+        return cls(
+            chunk=plan.prefill.chunk,
+            step_tokens=plan.decode.step_tokens,
+            context=plan.kv.context,
+            threads=threads,
+            sequences=plan.decode.batch,
+            kv=plan.kv.type,
+            planes=Planes(one, one, many),
+            predicts=predicts,
+        )
 
     @property
     def rows(self) -> int:

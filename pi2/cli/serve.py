@@ -233,7 +233,7 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     import asyncio
 
     from pi2.logging import configure_logging
-    from pi2.rebudget import read_memory
+    from pi2.orchestrator import read_memory
     from pi2.serving.application import Settings, list_own_names, make_application
     from pi2.serving.calls import Limits
     from pi2.serving.front import TimedConnection

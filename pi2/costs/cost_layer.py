@@ -13,7 +13,6 @@ from pi2.costs.kernel_times import DenseUnit, Rates
 from pi2.costs.rates import check_flash
 from pi2.costs.settings import Sizes, Stream, find_stream, list_dense_graphs
 from pi2.costs.terms import LayerKind, Work
-from pi2.fitting.sizes import count_chunks
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.units import pad_tokens
 
@@ -316,7 +315,7 @@ def read_prompt_settings(resolved: ResolvedPlan, rates: Rates, sizes: Sizes) -> 
         unit=resolved.sparse_unit if dense is None else dense.name,
         dense=dense,
         chunk=plan.prefill.chunk,
-        together=plan.prefill.chunk * count_chunks(resolved),
+        together=plan.prefill.chunk * resolved.chunks,
         reads_all=not rates.measured and plan.pipeline.prefill == "layers-first",
         stream=stream,
         neuron_bytes=sizes.dense_neuron if dense and dense.is_npu else bundle.neuron_bytes,

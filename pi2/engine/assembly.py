@@ -26,7 +26,7 @@ from pi2.engine.loading import WEIGHTS, load_gates
 from pi2.engine.opening import Opening
 from pi2.engine.parts import Parts
 from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
-from pi2.fitting.sizes import count_chunks, count_threads, describe_unit
+from pi2.fitting.sizes import count_threads, describe_unit
 from pi2.logging import get_logger
 from pi2.machine import Machine, bind_calling_thread, list_allowed_cores
 from pi2.memory.arena import allocate_cache, allocate_staging, make_loan
@@ -217,7 +217,7 @@ def make_request(
         resolved,
         tensors,
         threads=threads,
-        chunks=count_chunks(resolved),
+        chunks=resolved.chunks,
         features=features,
         architecture=unit.architecture or machine.architecture,
     )

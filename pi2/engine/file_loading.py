@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pi2.arrays import U8
-from pi2.backends.blocks.contract import PLANES
-from pi2.backends.blocks.instructions import FindWeight, Planes
+from pi2.backends.blocks.instructions import FindWeight
 from pi2.backends.blocks.model import BlockModel
 from pi2.backends.blocks.operands import Extent
 from pi2.backends.faults.guard import find_guard
@@ -157,7 +156,7 @@ class FileOpening(Opening):
         resolved, machine, plan = self.resolved, self.machine, self.resolved.plan
         unit = resolved.device.units[resolved.sparse_unit]
         features = machine.features if unit.features is None else frozenset(unit.features)
-        threads, one = self._count_threads(), PLANES[plan.decode.activations]
+        threads = self._count_threads()
         request = ProgramRequest(
             architecture=unit.architecture or machine.architecture,
             features=features,
@@ -168,16 +167,7 @@ class FileOpening(Opening):
         return BlockModel(
             resolved.model,
             find,
-            Extent(
-                threads=threads,
-                context=plan.kv.context,
-                sequences=plan.decode.batch,
-                step_tokens=plan.decode.step_tokens,
-                chunk=plan.prefill.chunk,
-                predicts=predicts,
-                kv=plan.kv.type,
-                planes=Planes(one, one, PLANES[plan.prefill.activations]),
-            ),
+            Extent.of_file(plan, threads, predicts=predicts),
             allocate=self.budget.allocate,
             interpret=partial(self._backend.interpret, request),
         )

@@ -36,7 +36,6 @@ from pi2.engine.scheduler import Scheduler
 from pi2.engine.speculation import make_speculation
 from pi2.engine.statistics import RunStatistics, UnitUse
 from pi2.engine.text import ChatTemplate, Message
-from pi2.fitting.sizes import count_chunks
 from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, SegmentUse, read_pressure
 from pi2.memory.matrix_pool import MatrixPool
@@ -75,7 +74,7 @@ class LoadedModel:
         self._scheduler = Scheduler(
             parts.forward,
             context=plan.kv.context,
-            piece_tokens=plan.prefill.chunk * count_chunks(parts.resolved),
+            piece_tokens=plan.prefill.chunk * parts.resolved.chunks,
             make_decoder=lambda request: own.texts.make_decoder(request),
             speculation=make_speculation(parts, self._bytes_of_steps),
             count_reads=partial(count_reads, parts),

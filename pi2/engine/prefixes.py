@@ -19,7 +19,6 @@ from pi2.backends.blocks.contract import CONTEXT_BLOCK, Ring
 from pi2.caches import find_cache_folder
 from pi2.engine.parts import Parts
 from pi2.engine.sequences import Sequences
-from pi2.fitting.sizes import count_chunks
 from pi2.logging import get_logger
 from pi2.model.blocks import list_turns
 from pi2.plan.documents.model import Model
@@ -421,7 +420,7 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
         return None
     size = resolved.source.count_cut(resolved)
     if resolved.model.state_layers:
-        size *= count_chunks(resolved)
+        size *= resolved.chunks
     identity = hashlib.sha256(resolved.digest.encode())
     identity.update(weights)
     files = None

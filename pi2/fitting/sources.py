@@ -14,23 +14,28 @@ from pi2.fitting import (
     find_whole_backend,
 )
 from pi2.fitting.budget import count_libraries
-from pi2.fitting.sizes import compute_needs, count_store_chunks, need_beside_whole
+from pi2.fitting.sizes import count_arrays, count_staging, count_unit_needs
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,
     STAGING_BUFFERS,
+    TOKENS_TOGETHER,
     count_chunk_tokens,
     count_ffn_bytes,
+    count_piece_bytes,
     count_staged_neurons,
+    need_attention,
+    need_cold,
+    need_predictor,
 )
 from pi2.plan.arithmetic.sources import Source
-from pi2.plan.arithmetic.units import Verdict
+from pi2.plan.arithmetic.units import Need, Needs, Verdict
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.weights.layout import align_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-    from pi2.plan.arithmetic.units import Needs
 
 
 def find_source(resolved: ResolvedPlan) -> Source:
@@ -56,10 +61,41 @@ class StoreSource(Source):
         return resolved.plan.decode.predictor == "router"
 
     def count_needs(self, resolved: ResolvedPlan) -> Needs:
-        return compute_needs(resolved)
+        """Bytes needed by every segment of a plan whose model has a packable shape."""
+        plan, model, arrays = resolved.plan, resolved.model, count_arrays(resolved)
+        copies = 1 if plan.decode.speculation is None else 2  # drafts may have to be taken back
+        several = "" if plan.decode.batch == 1 else f"{plan.decode.batch} sequences x "
+        states = "nothing, every layer has a KV cache"
+        if model.states:
+            states = f"{several}{len(model.states)} states" + ", with a copy" * (copies - 1)
+        staging = count_staging(resolved)
+        return Needs(
+            attention=need_attention(resolved),
+            kv=Need(arrays.get("kv", 0), f"{several}{plan.kv.context} tokens"),
+            state=Need(copies * arrays.get("state", 0), states),
+            predictor=need_predictor(resolved),
+            hot=_need_hot(resolved),
+            cold=need_cold(resolved),
+            workspace=Need(
+                arrays["workspace"] + staging,
+                f"arrays of {count_chunk_tokens(plan)} tokens "
+                f"{approximate_bytes(arrays['workspace'])}, staging of {STAGING_BUFFERS} x "
+                f"{count_staged_neurons(resolved)} neurons {approximate_bytes(staging)}",
+            ),
+        )
 
     def count_chunks(self, resolved: ResolvedPlan) -> int:
-        return count_store_chunks(resolved)
+        """Up to 512 tokens with ``layers-first``, as far as the workspace has room."""
+        plan = resolved.plan
+        if plan.pipeline.prefill == "chunks-first":
+            return 1
+        room = plan.memory.segments.workspace - count_staging(resolved)
+        most = ceil(TOKENS_TOGETHER / count_chunk_tokens(plan))
+
+        def fits(count: int) -> bool:
+            return count_arrays(resolved, chunks=count)["workspace"] <= room
+
+        return next(filter(fits, range(most, 1, -1)), 1)
 
     def count_memory(self, resolved: ResolvedPlan, tokens: int, lent: int) -> int:
         segments = resolved.plan.memory.segments
@@ -88,7 +124,7 @@ class StoreSource(Source):
         rows = min(count_chunk_tokens(plan), LOGIT_ROWS) - min(plan.decode.batch, LOGIT_ROWS)
         untouched = 4 * rows * model.shape.vocab
         if all(layer.hot_neurons == model.layer_neurons for layer in resolved.layers):
-            untouched += STAGING_BUFFERS * count_staged_neurons(resolved) * resolved.bundle.stride
+            untouched += count_staging(resolved)
         return untouched
 
     def count_wasted(self, resolved: ResolvedPlan) -> int:
@@ -124,6 +160,23 @@ class StoreSource(Source):
         return (resolved.store_path,)
 
 
+def _need_hot(resolved: ResolvedPlan) -> Need:
+    """Resident neurons that no dense unit owns, their number times the stride S, and what dense
+    units need that have no memory of their own."""
+    stride, units = resolved.bundle.stride, count_unit_needs(resolved)
+    neurons = 0
+    for layer in resolved.layers:
+        # A unit whose backend is not known yet is taken to need what the store has.
+        is_known = layer.dense is not None and layer.dense.unit in units
+        neurons += len(layer.own_hot) if is_known else layer.hot_neurons
+    total, parts = neurons * stride, [f"{neurons} hot neurons of {stride} bytes"]
+    for name, need in units.items():
+        if resolved.name_segment(name) == "hot":
+            total += need.bytes
+            parts.append(f"{name}: {need.explanation}")
+    return Need(total, "; ".join(parts))
+
+
 def _count_kept(resolved: ResolvedPlan) -> int:
     return resolved.needs.hot.bytes + resolved.plan.memory.segments.cold
 
@@ -140,7 +193,29 @@ class WholeSource(StoreSource):
         return False
 
     def count_needs(self, resolved: ResolvedPlan) -> Needs:
-        return need_beside_whole(resolved)
+        """Staging buffers of min(f, 512) neurons and a piece of a dense tensor, and segments that
+        use main memory."""
+        name = resolved.sparse_unit
+        nothing = hot = grouped = Need(0, f"nothing, `{name}` has it in its memory")
+        staging, piece = count_staging(resolved), count_piece_bytes(resolved)
+        if resolved.name_segment(name) == "hot":
+            hot = count_unit_needs(resolved)[name]
+        if resolved.model.moe is not None and resolved.plan.decode.predictor != "none":
+            size = resolved.model.shape.layers * align_bytes(4 * resolved.model.layer_neurons)
+            grouped = Need(size, "whose neurons are whose")
+        return Needs(
+            attention=nothing,
+            kv=nothing,
+            state=nothing,
+            predictor=grouped,
+            hot=hot,
+            cold=nothing,
+            workspace=Need(
+                staging + piece,
+                f"staging of neurons {approximate_bytes(staging)}, "
+                f"pieces of dense tensors {approximate_bytes(piece)}",
+            ),
+        )
 
     def count_chunks(self, resolved: ResolvedPlan) -> int:
         return 1

@@ -23,7 +23,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.logging import get_logger
-from pi2.rebudget import read_memory
+from pi2.orchestrator import read_memory
 from pi2.serving import ollama
 from pi2.serving.calls import Limits
 from pi2.serving.errors import ApiError, explain_user_error, find_form

@@ -22,9 +22,8 @@ from pi2.engine.file_loading import list_resident
 from pi2.engine.generation import Driver
 from pi2.logging import get_logger
 from pi2.memory.matrix_pool import MatrixPlace, MatrixPool
-from pi2.orchestrator import load
+from pi2.orchestrator import change_budget, load
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.rebudget import change_budget
 from pi2.refit import read_plan
 from pi2.serving.chat_facts import ChatFacts, read_chat_facts
 from pi2.serving.errors import ApiError, explain_user_error

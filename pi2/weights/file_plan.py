@@ -298,24 +298,14 @@ def count_runtime(weights: GgufWeights) -> int:
 
 def count_needs(weights: GgufWeights, plan: Plan, threads: int) -> FileNeeds:
     """Count by building the file's program for a plan, which may come to draft."""
-    from pi2.backends.blocks.contract import PLANES
-    from pi2.backends.blocks.instructions import Planes
     from pi2.backends.blocks.operands import Extent
 
-    model, decode = weights.model, plan.decode
-    one, many = (PLANES.get(own.activations, 1) for own in (decode, plan.prefill))
-    drafts = max(DRAFT_TOKENS.values()) if decode.speculation is None else decode.speculation.tokens
+    model = weights.model
     # Routers choose early if experts are not all resident.
-    extent = Extent(
-        chunk=plan.prefill.chunk,
-        step_tokens=max(decode.batch, 1 + drafts),
-        sequences=decode.batch,
-        kv=plan.kv.type,
-        context=plan.kv.context,
-        threads=threads,
-        planes=Planes(one, one, many),
-        predicts=model.moe is not None,
-    )
+    extent = Extent.of_file(plan, threads, predicts=model.moe is not None)
+    if plan.decode.speculation is None:
+        drafted = 1 + max(DRAFT_TOKENS.values())
+        extent = replace(extent, step_tokens=max(extent.step_tokens, drafted))
     arrays = weights.count_arrays(extent)
     slots, experts = 0, weights.list_experts()
     if model.moe is not None and experts:

@@ -20,7 +20,6 @@ from pi2.backends.gpu.arrays import Memory
 from pi2.backends.gpu.model import GpuModel
 from pi2.backends.gpu.model_arrays import ModelArrays, describe_use
 from pi2.engine.layer_model import LayerModel
-from pi2.fitting.sizes import count_chunks
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.machine.cpu import detect_cpu
@@ -156,7 +155,7 @@ def check_arrays(model: pi2.LoadedModel) -> None:
         plan,
         describe_tensors(plan.model),
         threads=model._parts.compute_threads,
-        chunks=count_chunks(plan),
+        chunks=plan.chunks,
         features=cpu.features,
         architecture=cpu.architecture,
     )

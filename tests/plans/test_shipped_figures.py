@@ -6,7 +6,7 @@ import pytest
 
 from pi2.backends.hexagon import backend as hexagon
 from pi2.fitting.check import check_file, load_plan
-from pi2.fitting.sizes import count_chunks, describe_unit
+from pi2.fitting.sizes import describe_unit
 from pi2.model.blocks import list_attention
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan
@@ -269,14 +269,14 @@ class TestPlans:
         for name, need in resolved.needs.items():
             size = getattr(resolved.plan.memory.segments, name)
             # Every further chunk that goes through a layer with the first takes 10 MiB or less.
-            spare = MIB * (10 * count_chunks(resolved) if name == "workspace" else 8)
+            spare = MIB * (10 * resolved.chunks if name == "workspace" else 8)
             assert name == "cold" or size - need.bytes <= spare, name
 
     @pytest.mark.parametrize("path", PLAN_FILES, ids=name_file)
     def test_a_prompt_of_512_tokens_reads_every_layer_once(self, path: Path) -> None:
         resolved = load_plan(path)
         if resolved.plan.pipeline.prefill == "layers-first":
-            assert count_chunks(resolved) * resolved.plan.prefill.chunk >= TOKENS_TOGETHER
+            assert resolved.chunks * resolved.plan.prefill.chunk >= TOKENS_TOGETHER
 
     @pytest.mark.parametrize("path", PLAN_FILES, ids=name_file)
     def test_it_lies_in_folder_of_its_device_and_shares_stores_by_model(self, path: Path) -> None:

@@ -102,6 +102,11 @@ class ResolvedPlan:
         """Bytes that each segment needs."""
         return self.source.count_needs(self)
 
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks of a prompt that pass a layer together."""
+        return self.source.count_chunks(self)
+
     @property
     def store_path(self) -> Path:
         return self.path.parent / self.plan.weights

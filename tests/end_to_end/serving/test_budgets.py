@@ -16,8 +16,8 @@ from pi2.cli.main import run
 from pi2.cli.serve import list_plans
 from pi2.diagnostics import UserError
 from pi2.machine.memory import count_own_bytes
+from pi2.orchestrator import change_budget
 from pi2.plan.documents.quantities import parse_size
-from pi2.rebudget import change_budget
 from pi2.serving.hosts import Hosts, count_bytes
 from pi2.serving.housekeeping import GROW_LOOKS, SHRINK_LOOKS, Yielding, read_stalls
 from tests.helpers.gguf_files import write_random_gguf
