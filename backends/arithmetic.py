@@ -120,11 +120,11 @@ def compute_growth(model: Model, layer: int, first: int, end: int) -> F32:
     """Factors float32 [end - first] of queries of ``layer`` at positions from ``first`` on, which
     grow with every interval; 1 in layers where they do not."""
     own = model.blocks[layer].attention
-    if own is None or own.growth == 0.0:
+    if own is None or own.options.growth == 0.0:
         return np.ones(end - first, np.float32)
     interval = own.options.growth_interval or model.rope.original_context
     turns = np.floor((np.arange(first, end) + own.options.growth_offset) / interval)
-    return (1 + own.growth * np.log1p(turns)).astype(np.float32)
+    return (1 + own.options.growth * np.log1p(turns)).astype(np.float32)
 
 
 def _scale(rope: Rope, frequencies: F64, rotated: int, is_long: bool) -> F64:

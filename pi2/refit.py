@@ -221,11 +221,15 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     for key, size, text in _compare(before, fitted.plan):
         overrides[key] = format_bytes(size)
         changes.append(text)
-    if ("kv", "context") in resolved.derived:
-        overrides["kv.context"] = before.kv.context
-    if ("prefill", "chunk") in resolved.derived:
-        overrides["prefill.chunk"] = before.prefill.chunk
-    shares = _list_shares(fitted.plan)
+    shares, sizes = _list_shares(fitted.plan), _list_sizes(fitted.plan)
+    derived: dict[str, object] = {
+        "kv.context": before.kv.context,
+        "prefill.chunk": before.prefill.chunk,
+        "layers.hot": shares["layers.hot"],
+        # Of all sizes: what was derived again would not know the others.
+        **{key: format_bytes(size) for key, size in sizes.items() if ".segments." in key},
+    }
+    overrides |= {k: v for k, v in derived.items() if tuple(k.split(".")) in resolved.derived}
     for key, share in _list_shares(before).items():
         if shares[key] != share:
             overrides[key] = shares[key]

@@ -39,7 +39,7 @@ class HeadInstructions(Products):
     def add_growth(self, x: Area, length: int, layer: int) -> None:
         """Multiply queries with the factors of their positions, if the layer has them."""
         own = self._model.blocks[layer].attention
-        if own is None or own.growth == 0.0:
+        if own is None or own.options.growth == 0.0:
             return
         interval = own.options.growth_interval or self._model.rope.original_context
         if self._context + own.options.growth_offset <= interval:
@@ -50,13 +50,13 @@ class HeadInstructions(Products):
 
             return compute_growth(self._model, layer, 0, self._context)
 
-        if own.growth not in self._growths:
-            self._growths[own.growth] = self.keep(self._context, compute)
+        if own.options.growth not in self._growths:
+            self._growths[own.options.growth] = self.keep(self._context, compute)
         values = {
             **x.put("x"),
             "length": length,
             "positions": self.positions.ctypes.data,
-            "factors": self._growths[own.growth].ctypes.data,
+            "factors": self._growths[own.options.growth].ctypes.data,
         }
         self.add("grow", values, each=1)
 
@@ -74,7 +74,7 @@ class HeadInstructions(Products):
         """Turn queries or keys, with their norm; ``width``: elements from one head to the next."""
         attention = own.options
         weights, place = 0, "none"
-        if own.head_norm and attention.head_norm_of == "head" and not cuts_normed(attention):
+        if attention.head_norm and attention.head_norm_of == "head" and not cuts_normed(attention):
             weights, place = self._read_head_norm(key, own), attention.head_norm_place
         tables, turned = self.turns[own.turn], own.turned_width
         rotated = own.rope.count_rotated(turned)
@@ -251,7 +251,7 @@ class HeadInstructions(Products):
         """Mix the values that queries see in the KV cache."""
         attention, heads = shape.options, describe_heads(shape)
         source = layer if shape.key_layer is None else shape.key_layer
-        sinks = self.read_vector("sinks", layer) if shape.sinks else 0
+        sinks = self.read_vector("sinks", layer) if shape.options.sinks else 0
         group, lanes = heads.group, self._interpreter.lanes
         size = count_attention_bytes(heads.key, heads.value)
         self._scratch_size = max(self._scratch_size, size)

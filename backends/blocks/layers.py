@@ -280,10 +280,10 @@ class Layers:
         if own.has_keys:
             norms.append(("key", "key_norm", keys, own.kv_heads))
             self._add_values(own, areas["key"], areas["value"])
-        if own.head_norm and attention.head_norm_of == "all":
+        if own.options.head_norm and attention.head_norm_of == "all":
             for kind, norm, length, _ in norms:
                 builder.add_norm(norm, areas[kind], areas[kind], length, norm=builder.rms)
-        elif own.head_norm and cuts_normed(attention):
+        elif own.options.head_norm and cuts_normed(attention):
             for kind, norm, _, count in norms:
                 builder.add_head_norm(areas[kind], count, own, norm)
         if attention.clip is not None:

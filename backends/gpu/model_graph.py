@@ -189,10 +189,10 @@ class ModelGraph:
             "partials": state["span_sums"],
             "tops": state["span_tops"],
         }
-        if own.head_norm:
+        if own.options.head_norm:
             for name in ("query_norm", "key_norm"):
                 arrays[name] = self._find_vector(name, layer)
-        if own.sinks:
+        if own.options.sinks:
             arrays["sinks"] = self._find_vector("sinks", layer)
         numbers = {"context": self._use.context, "tokens": tokens, "spans": shape.spans}
         if latent is not None:

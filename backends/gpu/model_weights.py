@@ -25,7 +25,7 @@ class ModelWeights:
         self._ropes = [rope for rope in ropes if rope is not None]
         self._is_long: list[bool | None] = [None] * len(self._ropes)
         blocks = enumerate(block.attention for block in model.blocks)
-        grows = next((layer for layer, own in blocks if own and own.growth), None)
+        grows = next((layer for layer, own in blocks if own and own.options.growth), None)
         if grows is not None:
             self._send(state["growth"], compute_growth(model, grows, 0, use.context))
         # What fills up the last group of what heads have mixed is written by no product.

@@ -22,21 +22,12 @@ class Attention:
     """Softmax attention of a block; equal if layers compute the same."""
 
     options: model_mixing.Attention
-    """Options that all attention of the model shares; the fields here say what its keys by layer
-    mean for this block."""
+    """The options of this block."""
     heads: int
     kv_heads: int
     head_dim: int
     """Width of a head; with latent attention, of its value."""
-    window: int | None
-    """Tokens that a query looks back, itself included; None means all."""
     rope: model_mixing.Rope
-    head_norm: bool
-    """Whether queries and keys have a norm."""
-    sinks: bool
-    """Whether heads have a score that no token has."""
-    growth: float
-    """Growth of queries; 0 if they keep their length."""
     keys_are_values: bool = False
     """Whether values are what the key projection gives."""
     key_layer: int | None = None
@@ -48,6 +39,11 @@ class Attention:
     """Tokens of a pooled vector; 0 without such vectors."""
     overlaps: bool = False
     """Whether pooled vectors add the block before."""
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query looks back, itself included; None means all."""
+        return self.options.sliding_window
 
     @property
     def latent(self) -> model_mixing.Latent | None:
@@ -171,14 +167,14 @@ def list_attention_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
     if own.pooled is not None:
         yield from list_pooled_tensors(at, own, own.pooled)
         return
-    options, shape = own.options, at.model.shape
+    options, shape, every = own.options, at.model.shape, at.model.attention
     is_latent, order = own.latent is not None, own.head_order
     rows: Order | None
     project = list_latent_projected if is_latent else _list_projected
     yield at.matrix("qkv", own.projected, shape.stored_hidden, *project(at, own, "", shape.hidden))
     if options.has_bias:
         yield at.vector("qkv_bias", own.projected, *project(at, own, "_bias"))
-    if options.head_norm:
+    if every.head_norm:
         heads = {"query_norm": own.heads, "key_norm": own.kv_heads}
         for (key, count), width in zip(heads.items(), own.head_norm_widths, strict=True):
             if key == "key_norm" and not own.has_keys:
@@ -191,8 +187,8 @@ def list_attention_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
     if options.sub_norm:
         source = at.take("attention_sub_norm", own.query)
         yield at.vector("attention_sub_norm", own.stored_query, source)
-    if options.sinks:
-        source = at.take("sinks", own.heads) if own.sinks else fill(own.heads, value=_NO_SINK)
+    if every.sinks:
+        source = at.take("sinks", own.heads) if options.sinks else fill(own.heads, value=_NO_SINK)
         yield at.vector("sinks", own.heads, source)
     if own.latent is not None:
         yield from list_latent_tensors(at, own, own.latent)
@@ -327,7 +323,7 @@ def list_pooled_tensors(
         "output": (hidden, own.given),
     }
     vectors = {"latent_query_norm": rank, "latent_norm": own.head_dim}
-    vectors |= {"sinks": own.heads} if own.sinks else {}
+    vectors |= {"sinks": own.heads} if own.options.sinks else {}
     if own.block:
         sizes |= {"pool_values": (width, hidden), "pool_gates": (width, hidden)}
         vectors |= {"pool_norm": own.head_dim}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
@@ -83,22 +82,18 @@ def make_blocks(model: Model) -> tuple[Block, ...]:
 
 
 def _make_attention(model: Model, layer: int, is_single: bool, before: list[Block]) -> Attention:
-    shape, options = model.shape, model.attention
+    shape, options = model.shape, model.attention.choose(layer)
     heads, rope = model.other_heads, model.other_rope
     if heads is not None and layer not in heads.layers:
         heads = None
     if rope is None or layer not in rope.layers:
         rope = None
 
-    def holds(layers: Sequence[int] | None) -> bool:
-        return layers is None or layer in layers
-
     sizes = (
         (heads and heads.heads) or shape.heads,
         heads.kv_heads if heads else shape.kv_heads,
         heads.head_dim if heads else shape.head_dim,
     )
-    window = options.sliding_window if holds(options.window_layers) else None
     first = max(0, shape.layers - options.kv_shared_layers)
     key_layer = None
     if layer >= first:
@@ -106,7 +101,8 @@ def _make_attention(model: Model, layer: int, is_single: bool, before: list[Bloc
             own = before[number].attention
             if (
                 own is not None
-                and (own.window, own.heads, own.kv_heads, own.head_dim) == (window, *sizes)
+                and (own.window, own.heads, own.kv_heads, own.head_dim)
+                == (options.sliding_window, *sizes)
                 and is_single == (len(before[number].mixers) == 1)
             ):
                 key_layer = number
@@ -116,11 +112,7 @@ def _make_attention(model: Model, layer: int, is_single: bool, before: list[Bloc
         heads=sizes[0],
         kv_heads=sizes[1],
         head_dim=sizes[2],
-        window=window,
         rope=rope or model.rope,
-        head_norm=options.head_norm and holds(options.head_norm_layers),
-        sinks=options.sinks and holds(options.sink_layers),
-        growth=options.growth if holds(options.growth_layers) else 0.0,
         keys_are_values=heads is not None and heads.keys_are_values,
         key_layer=key_layer,
         chooses=_find_choice(options.index, layer),

@@ -76,6 +76,11 @@ def test_the_least_budget_is_one_that_works() -> None:
         _ = read(plan, least - 64 * MIB, kv__context=4096, decode__batch=16).resolved
 
 
+def test_what_was_derived_and_gave_way_adds_up_to_the_budget() -> None:
+    found = read(list_shipped("plan")["oneplus-12/bamboo-7b-half"], 3905 * MIB).resolved.plan.memory
+    assert sum(size for _, size in found.segments) <= found.budget == 3905 * MIB
+
+
 def test_what_somebody_set_is_kept() -> None:
     found = read(DEMO, decode__batch=4, memory__segments__kv="4 MiB")
     with pytest.raises(UserError, match="P202"):

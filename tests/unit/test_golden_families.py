@@ -101,7 +101,7 @@ def test_layers_have_chunks_and_norms_or_growing_queries(make_plan: MakePlan) ->
     model = load_plan(make_plan("llama4")).model
     attention = [find_attention(model, layer) for layer in range(5)]
     assert [own.window for own in attention] == [7, 7, None, 7, None]
-    assert [own.head_norm for own in attention] == [True, True, False, True, False]
+    assert [own.options.head_norm for own in attention] == [True, True, False, True, False]
     assert [own.rope.kind == "none" for own in attention] == [0, 0, 1, 0, 1]
     kinds = [block.ffn.kind for block in model.blocks]
     assert kinds == ["dense", "experts", "dense", "experts", "dense"]

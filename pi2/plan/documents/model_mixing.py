@@ -187,6 +187,15 @@ class Pooled(Table):
     """Layers whose pooled vectors add the block before, by values and gates of its own."""
 
 
+BY_LAYER = {
+    "sliding_window": "window_layers",
+    "head_norm": "head_norm_layers",
+    "sinks": "sink_layers",
+    "growth": "growth_layers",
+}
+"""Keys of ``attention`` that layers may differ in, and the key of the layers that have them."""
+
+
 class Attention(Table):
     """Attention beyond its sizes."""
 
@@ -263,6 +272,13 @@ class Attention(Table):
     kv_shared_layers: Annotated[int, Field(ge=0, le=1024, examples=[20])] = 0
     """Last layers without a KV cache of their own: they read the cache of the last earlier layer
     with the same window and heads (Gemma 4 E2B)."""
+
+    def choose(self, layer: int) -> "Attention":
+        """The options of a layer; those that others have are at their defaults."""
+        lists = {key: getattr(self, listed) for key, listed in BY_LAYER.items()}
+        absent = [key for key, own in lists.items() if own is not None and layer not in own]
+        usual = {key: type(self).model_fields[key].default for key in absent}
+        return self.model_copy(update=usual) if usual else self
 
     @property
     def has_bias(self) -> bool:

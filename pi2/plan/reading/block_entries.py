@@ -12,34 +12,24 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import Diagnostic
+from pi2.plan.documents.model_mixing import BY_LAYER, BlockEntries, BlockEntry, BlockFfn, BlockMixer
 from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, format_path, write_value
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_mixing import BlockEntry, BlockFfn, BlockMixer
 
-BY_LAYER: Mapping[KeyPath, str] = {
+KEYS: Mapping[KeyPath, str] = {
     ("layers",): "mix.op",
     ("other_heads",): "mix.heads, mix.kv_heads, mix.head_dim",
     ("other_rope",): "mix.rope",
-    ("attention", "window_layers"): "mix.sliding_window",
-    ("attention", "head_norm_layers"): "mix.head_norm",
-    ("attention", "sink_layers"): "mix.sinks",
-    ("attention", "growth_layers"): "mix.growth",
+    **{("attention", listed): f"mix.{key}" for key, listed in BY_LAYER.items()},
     ("ffn", "absent_layers"): 'ffn.op = "none"',
     ("ffn", "gate_sparsity"): "ffn.gate_sparsity",
     ("moe", "dense_layers"): 'ffn.op = "dense"',
     ("moe", "dense_ffn"): "ffn.width",
 }
 """Keys by layer, and what says the same in a block."""
-_SETTINGS = {
-    "sliding_window": "window_layers",
-    "head_norm": "head_norm_layers",
-    "sinks": "sink_layers",
-    "growth": "growth_layers",
-}
-"""Keys of ``attention`` that blocks may state, and the key of the layers that have them."""
 _HEADS = ("heads", "kv_heads", "head_dim", "keys_are_values")
 
 
@@ -85,7 +75,6 @@ def spread_blocks(source: SourceFile) -> tuple[SourceFile, list[Diagnostic]]:
     """The file as it would be with keys by layer instead of blocks, and the blocks' faults."""
     if "blocks" not in source.values:
         return source, []
-    from pi2.plan.documents.model_mixing import BlockEntries
     from pi2.plan.reading.schema_check import check_schema
 
     values = {key: value for key, value in source.values.items() if key != "blocks"}
@@ -134,7 +123,7 @@ class _Spread:
             help = "state `layers` in the table `[shape]`"
             self.refuse(("blocks",), "`blocks` needs `shape.layers` in the same file", help)
             return
-        for path, instead in BY_LAYER.items():
+        for path, instead in KEYS.items():
             if path[-1] in (self.values if len(path) == 1 else self.read(str(path[0]))):
                 shown = format_path(path)
                 message = f"`{shown}` and `[[blocks]]` both say what layers differ in"
@@ -212,7 +201,7 @@ class _Spread:
                 for key in entry.mix.model_fields_set - {"op"}:
                     message = f'`{key}` belongs to attention, and `op` is "{entry.mix.op}"'
                     self.refuse(("blocks", number, "mix", key), message)
-        for key, listed in _SETTINGS.items():
+        for key, listed in BY_LAYER.items():
             value, layers, place = self.find_one(key, attrgetter(key))
             if value is None:
                 continue
@@ -283,15 +272,13 @@ def gather_blocks(model: Model, values: Mapping[str, Any]) -> dict[str, Any]:
     where reading them again would not give the same model."""
     entries = list_entries(model)
     kept = copy.deepcopy(dict(values))
-    for path in BY_LAYER:
+    for path in KEYS:
         table = kept if len(path) == 1 else kept.get(str(path[0]), {})
         table.pop(str(path[-1]), None)
     mixers = [entry["mix"] for entry in entries if "mix" in entry]
-    for key in _SETTINGS:
+    for key in BY_LAYER:
         if any(key in mixer for mixer in mixers):
             kept["attention"].pop(key, None)
-    from pi2.plan.documents.model_mixing import BlockEntry
-
     spread = _Spread(kept, [BlockEntry.model_validate(entry) for entry in entries])
     spread.run()
     if spread.faults or type(model).model_validate_json(json.dumps(spread.values)) != model:
@@ -341,7 +328,7 @@ def _describe_mixer(model: Model, layer: int) -> dict[str, Any]:
             "kind": rope.kind,
             **rope.model_dump(mode="json", exclude_defaults=True, exclude={"layers"}),
         }
-    for key, listed in _SETTINGS.items():
+    for key, listed in BY_LAYER.items():
         layers = getattr(attention, listed)
         if layers is not None and layer in layers and getattr(attention, key):
             own[key] = getattr(attention, key)
