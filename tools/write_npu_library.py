@@ -11,8 +11,8 @@ from pi2.backends.hexagon.backend import KINDS
 from pi2.backends.hexagon.specification import write_library
 from pi2.diagnostics import UserError
 from pi2.diagnostics.texts import render_full
+from pi2.fitting import describe_unit
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import describe_unit
 
 
 def main(arguments: list[str]) -> int:

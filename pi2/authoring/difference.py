@@ -10,7 +10,7 @@ from typing import Any
 import tomli
 
 from pi2.diagnostics import Diagnostic
-from pi2.fitting.sizes import count_unit_needs
+from pi2.fitting import count_unit_needs
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.documents.common import Document
 from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys

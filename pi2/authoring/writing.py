@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pi2.fitting.sizes import count_unit_needs
+from pi2.fitting import count_unit_needs
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import describe_owners, name_memory
 from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type

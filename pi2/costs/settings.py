@@ -14,7 +14,7 @@ from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash
 from pi2.costs.reads import Reads, find_reads
 from pi2.diagnostics import UserError
-from pi2.fitting.sizes import list_graph_tokens
+from pi2.fitting import list_graph_tokens
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.model.blocks import count_indexes
 from pi2.plan.arithmetic.resolved import ResolvedPlan

@@ -22,11 +22,17 @@ from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import CutFeedForward, FeedForward
 from pi2.engine.layer_model import LayerModel
-from pi2.engine.loading import WEIGHTS, load_gates
+from pi2.engine.loading import WEIGHTS, load_gates, read_neurons
 from pi2.engine.opening import Opening
 from pi2.engine.parts import Parts
-from pi2.fitting import find_backend, find_executor_backend, find_preparer, find_unit_backend
-from pi2.fitting.sizes import count_threads, describe_unit
+from pi2.fitting import (
+    count_threads,
+    describe_unit,
+    find_backend,
+    find_executor_backend,
+    find_preparer,
+    find_unit_backend,
+)
 from pi2.logging import get_logger
 from pi2.machine import Machine, bind_calling_thread, list_allowed_cores
 from pi2.memory.arena import allocate_cache, allocate_staging, make_loan
@@ -322,10 +328,7 @@ def _load_layer(unit: DenseUnit, layer: int, kept: int, reader: FlashReader, sta
         reader.load_run(layer, 0, room[:kept])
         unit.keep(layer, 0, room[:kept])
         return
-    size = staging.shape[1]
-    for first in range(0, kept, size):
-        piece = staging[0, : min(size, kept - first)]
-        reader.load_run(layer, first, piece)
+    for first, piece in read_neurons(reader, layer, kept, staging[0]):
         unit.keep(layer, first, piece)
 
 

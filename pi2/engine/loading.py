@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -356,18 +356,25 @@ def list_filled_layers(resolved: ResolvedPlan) -> Sequence[int]:
     return resolved.named_layers if resolved.plan.cache.fill else ()
 
 
+def read_neurons(
+    reader: FlashReader, layer: int, count: int, buffer: U8
+) -> Iterator[tuple[int, U8]]:
+    """The first neurons of a layer in pieces, each in ``buffer`` [n, stride] until the next one."""
+    for first in range(0, count, len(buffer)):
+        piece = buffer[: min(len(buffer), count - first)]
+        reader.load_run(layer, first, piece)
+        yield first, piece
+
+
 def load_gates(
     reader: FlashReader, cache: NeuronCache, request: BuildRequest, staging: U8, progress: Progress
 ) -> None:
     """Read the gate rows, if decoding needs them."""
     for layer, (weights, scales) in (request.gate_rows or {}).items():
-        step = staging.shape[1]
         places = np.arange(cache.neurons)
         if request.expert_neurons is not None:
             places[request.expert_neurons[layer]] = np.arange(cache.neurons)
-        for first in range(0, cache.neurons, step):
-            piece = staging[0, : min(step, cache.neurons - first)]
-            reader.load_run(layer, first, piece)
+        for first, piece in read_neurons(reader, layer, cache.neurons, staging[0]):
             rows = places[first : first + len(piece)]
             if request.scales is not None:
                 own = slice(first, first + len(piece))

@@ -142,6 +142,8 @@ class WholeOpening(Opening):
     def build(self) -> Parts:
         """Make room on the unit, and bring dense tensors and neurons there; meanwhile main memory
         has a piece of a tensor and staging buffers of neurons."""
+        from pi2.engine.loading import read_neurons
+
         resolved, budget, progress = self.resolved, self.budget, self.wish.progress
         plan, name = resolved.plan, resolved.sparse_unit
         finish_hashes = self.weights.begin_hashes(reads_all=False)
@@ -163,11 +165,11 @@ class WholeOpening(Opening):
         staging = allocate_staging(resolved, budget)
         buffer = budget.allocate("workspace", count_piece_bytes(resolved))
         self.weights.copy_dense(model, buffer, progress)
-        layers, neurons, size = len(resolved.layers), resolved.model.layer_neurons, staging.shape[1]
+        layers = len(resolved.layers)
         for layer in range(layers):
-            for first in range(0, neurons, size):
-                piece = staging[0, : min(size, neurons - first)]
-                reader.load_run(layer, first, piece)
+            for first, piece in read_neurons(
+                reader, layer, resolved.model.layer_neurons, staging[0]
+            ):
                 model.keep(layer, first, piece)
             progress(f"loading neurons of {name}", (layer + 1) / layers)
         finish_hashes()

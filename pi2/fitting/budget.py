@@ -23,7 +23,7 @@ from math import ceil, floor
 from typing import Any, TypeVar
 
 from pi2.diagnostics import UserError
-from pi2.fitting.sizes import count_unit_needs
+from pi2.fitting import count_unit_needs
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.model import Model

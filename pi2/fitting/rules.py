@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from functools import cache
 
 from pi2.fitting import (
+    count_unit_needs,
+    describe_unit,
     find_backend,
     find_executor_backend,
     find_graph_backend,
     find_unit_backend,
     read_fixed,
 )
-from pi2.fitting.sizes import count_unit_needs, describe_unit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.units import count_mixer_bytes

@@ -7,6 +7,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from pi2.fitting import (
+    count_arrays,
+    count_staging,
+    count_unit_needs,
     find_backend,
     find_executor_backend,
     find_text_backend,
@@ -14,7 +17,6 @@ from pi2.fitting import (
     find_whole_backend,
 )
 from pi2.fitting.budget import count_libraries
-from pi2.fitting.sizes import count_arrays, count_staging, count_unit_needs
 from pi2.plan.arithmetic.sizes import (
     LOGIT_ROWS,
     STAGING_BUFFERS,

@@ -25,8 +25,8 @@ from pi2.backends.hexagon.arrays import UnitArrays
 from pi2.backends.hexagon.specification import PROGRAM, HexagonSpec, write_library
 from pi2.diagnostics import UserError
 from pi2.engine.assembly import make_request
+from pi2.fitting import describe_unit
 from pi2.fitting.misfits import find_store_misfits
-from pi2.fitting.sizes import describe_unit
 from pi2.machine import detect_machine
 from pi2.memory.host_loops import CheckInstruction, HostSpec, choose_checks
 from pi2.phone.contents import PACKAGES, Wish, aim_plan, list_code

@@ -12,10 +12,9 @@ from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rates
 from pi2.costs.settings import StoredLayout, read_stored
 from pi2.diagnostics import UserError
-from pi2.fitting import find_whole_backend, list_usual_backends
+from pi2.fitting import count_unit_needs, describe_unit, find_whole_backend, list_usual_backends
 from pi2.fitting.budget import MIB, Shortage, fit_plan, round_segment, write_memory
 from pi2.fitting.completion import resolve_values
-from pi2.fitting.sizes import count_unit_needs, describe_unit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.plan import KvType, PredictorMode

@@ -13,9 +13,8 @@ from pi2.costs.cost import Cost, cost_plan
 from pi2.costs.cost_layer import LayerCost
 from pi2.diagnostics import UserError
 from pi2.engine.run_report import describe_expected
-from pi2.fitting import find_backend
+from pi2.fitting import count_unit_needs, find_backend
 from pi2.fitting.completion import StoreOrigin, choose_backends, complete_plan, resolve_values
-from pi2.fitting.sizes import count_unit_needs
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pi2.backends.hexagon import backend as hexagon
+from pi2.fitting import describe_unit
 from pi2.fitting.check import check_file, load_plan
-from pi2.fitting.sizes import describe_unit
 from pi2.model.blocks import list_attention
 from pi2.model.tensors import list_tensors
 from pi2.plan.arithmetic.resolved import ResolvedPlan

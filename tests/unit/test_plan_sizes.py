@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pi2.fitting import count_threads
 from pi2.fitting.budget import LAYER_BYTES, UNIT_BYTES, count_libraries, count_runtime
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import count_threads
 from pi2.machine import detect_machine
 from pi2.machine.cpu import list_features
 from pi2.plan.arithmetic.resolved import ResolvedPlan

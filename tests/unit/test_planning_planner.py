@@ -17,10 +17,10 @@ from pi2.cli.main import run
 from pi2.costs.cost import cost_resolved
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
+from pi2.fitting import describe_unit
 from pi2.fitting.budget import fit_plan
 from pi2.fitting.check import check_plan
 from pi2.fitting.completion import StoreOrigin, complete_plan, resolve_values
-from pi2.fitting.sizes import describe_unit
 from pi2.phone.building import describe_npu
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.quantities import approximate_bytes

@@ -7,8 +7,8 @@ import pytest
 
 import pi2
 from pi2.cli.main import run
+from pi2.fitting import count_unit_needs, describe_unit
 from pi2.fitting.check import load_plan
-from pi2.fitting.sizes import count_unit_needs, describe_unit
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from tests.helpers.programs import Ask
 from tests.helpers.tables import in_table

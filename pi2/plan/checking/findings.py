@@ -1,7 +1,7 @@
 """What rules work with: the facts of a plan, and the findings they make."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -81,43 +81,20 @@ class Finding:
     origins: tuple[Origin, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Facts:
     """The facts when a rule runs. A rule states the facts it needs; using others is a bug."""
 
-    known: Mapping[Fact, object]
-    files: Mapping[Kind, Path] = field(default_factory=dict)
-    """File of each document."""
+    plan: Plan
+    device: Device
+    model: Model
+    family: Family
+    resolved: ResolvedPlan
 
-    @property
-    def plan(self) -> Plan:
-        value = self.known["plan"]
-        assert isinstance(value, Plan)
-        return value
-
-    @property
-    def device(self) -> Device:
-        value = self.known["device"]
-        assert isinstance(value, Device)
-        return value
-
-    @property
-    def model(self) -> Model:
-        value = self.known["model"]
-        assert isinstance(value, Model)
-        return value
-
-    @property
-    def family(self) -> Family:
-        value = self.known["family"]
-        assert isinstance(value, Family)
-        return value
-
-    @property
-    def resolved(self) -> ResolvedPlan:
-        value = self.known["resolved"]
-        assert isinstance(value, ResolvedPlan)
-        return value
+    def __init__(self, known: Mapping[Fact, object], files: Mapping[Kind, Path]) -> None:
+        """``files`` of the documents."""
+        self.known, self.files = known, files
+        for name, fact in known.items():
+            setattr(self, name, fact)
 
 
 Check = Callable[[Facts], Iterator[Finding]]

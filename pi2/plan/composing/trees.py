@@ -344,25 +344,18 @@ class ComposedPlaces:
         return place.file.spans.has_header(place.path)
 
     def find_key(self, path: KeyPath) -> Span:
-        other = self._find_replaced(path)
-        if other is not None:
-            return other[0]
-        place = self._find_place(path)
-        return place.file.spans.find_key(place.path)
+        return self._find(path, 0, "find_key")
 
     def find_value(self, path: KeyPath) -> Span:
-        other = self._find_replaced(path)
-        if other is not None:
-            return other[1]
-        place = self._find_place(path)
-        return place.file.spans.find_value(place.path)
+        return self._find(path, 1, "find_value")
 
     def find_table(self, path: KeyPath) -> Span:
-        other = self._find_replaced(path)
-        if other is not None:
-            return other[0]
-        place = self._find_place(path)
-        return place.file.spans.find_table(place.path)
+        return self._find(path, 0, "find_table")
+
+    def _find(self, path: KeyPath, part: int, way: str) -> Span:
+        other, place = self._find_replaced(path), self._find_place(path)
+        found: Span = getattr(place.file.spans, way)(place.path) if other is None else other[part]
+        return found
 
     def list_inherited(self, path: KeyPath) -> list[tuple[Span, str]]:
         """Entries of the table at ``path`` from other files than its last one."""

@@ -1,11 +1,18 @@
-"""Rules about devices, threads, memory and the sizes of bundles."""
+"""Rules about devices, threads and memory; compute units, their backends and shares."""
 
 from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
-from pi2.plan.arithmetic.resolved import uses_main_memory
-from pi2.plan.checking.findings import Facts, Finding, Origin, rule
+from pi2.plan.arithmetic.resolved import find_sparse_unit, uses_main_memory
+from pi2.plan.checking.findings import (
+    Facts,
+    Finding,
+    Origin,
+    list_placed_splits,
+    list_row_splits,
+    rule,
+)
 from pi2.plan.documents.device import (
     ComputeFigure,
     CpuCluster,
@@ -16,7 +23,7 @@ from pi2.plan.documents.device import (
     ReadFigure,
     Storage,
 )
-from pi2.plan.documents.plan_units import list_cores, parse_selector
+from pi2.plan.documents.plan_units import list_cores, list_layers, parse_selector
 from pi2.plan.documents.private import walk_values
 from pi2.plan.documents.quantities import (
     HERTZ_UNITS,
@@ -177,3 +184,187 @@ def _name_units(sizes: Mapping[str, int]) -> str:
 def _find_key(name: str) -> KeyPath:
     unit = name.removeprefix("units.")
     return ("memory", "units", unit, "budget") if unit != name else ("memory", "segments", name)
+
+
+@rule("P232", "error", "plan", "device")
+def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
+    plan, device = facts.plan, facts.device
+    paths: dict[str, KeyPath] = {}
+    for placed in (*list_placed_splits(plan), *list_row_splits(plan)):
+        for unit, share in placed.split.items():
+            if share > 0:
+                paths.setdefault(unit, (*placed.path, unit))
+    if plan.prefill.unit is not None:
+        paths.setdefault(plan.prefill.unit, ("prefill", "unit"))
+    for unit, path in paths.items():
+        settings = plan.units.get(unit)
+        has_own = settings is not None and settings.backend is not None
+        if has_own or unit not in device.units or device.units[unit].kind in plan.backends:
+            continue
+        kind = device.units[unit].kind
+        listed = ", ".join(f'{key} = "{value}"' for key, value in plan.backends.items())
+        yield Finding(
+            path,
+            f"no backend is named for units of kind `{kind}`, such as `{unit}`",
+            f"add a backend for {kind} to `backends`, or give the work to another unit",
+            at="value" if path == ("prefill", "unit") else "key",
+            origins=(Origin("plan", ("backends",), f"backends: {listed or 'none'}"),),
+        )
+
+
+@rule("P262", "error", "resolved")
+def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
+    sparse = find_sparse_unit(facts.plan, facts.device)
+    subjects = {}
+    for placed in list_placed_splits(facts.plan):
+        subjects[placed.path] = placed.subject
+        dense = _list_dense(placed.split, sparse)
+        if len(dense) > 1:
+            yield Finding(
+                placed.path,
+                f"{placed.subject} have two units next to `{sparse}`: "
+                f"{', '.join(f'`{name}`' for name in dense)}",
+                f"give the share of `{dense[-1]}` to `{dense[0]}` or `{sparse}`",
+            )
+    seen = set()
+    for layer, splits in enumerate(_list_splits_of_layers(facts)):
+        first: str | None = None
+        for path, split in splits.items():
+            dense = _list_dense(split, sparse)
+            if len(dense) != 1:
+                continue
+            if first is None:
+                first = dense[0]
+            elif dense[0] != first and path not in seen:
+                seen.add(path)
+                yield Finding(
+                    path,
+                    f"{subjects[path]} name `{dense[0]}`, and layer {layer} has "
+                    f"`{first}` otherwise",
+                    f"name `{first}` here as well: a unit keeps its neurons for every batch",
+                )
+
+
+def _list_dense(split: Mapping[str, float], sparse: str) -> list[str]:
+    return [name for name, share in split.items() if share > 0 and name != sparse]
+
+
+def _list_splits_of_layers(facts: Facts) -> list[dict[KeyPath, Mapping[str, float]]]:
+    """Every layer's splits by their places: that for one sequence, then those for several."""
+    plan, count = facts.plan, facts.resolved.model.shape.layers
+    base: KeyPath = ("layers",)
+    owners: list[tuple[KeyPath, Mapping[str, float]]] = [(base, plan.layers.split)] * count
+    tables = [(base, plan.layers.batches)] * count
+    for number, override in enumerate(plan.layers.overrides):
+        path: KeyPath = (*base, "overrides", number)
+        for layer in list_layers(override.select, count):
+            if override.split is not None:
+                owners[layer] = (path, override.split)
+            if override.batches is not None:
+                tables[layer] = (path, override.batches)
+    return [
+        {(*owner, "split"): split}
+        | {(*place, "batches", n, "split"): entry.split for n, entry in enumerate(table)}
+        for (owner, split), (place, table) in zip(owners, tables, strict=True)
+    ]
+
+
+@rule("P267", "error", "plan", "device")
+def check_rows_have_one_unit(facts: Facts) -> Iterator[Finding]:
+    plan, sparse = facts.plan, find_sparse_unit(facts.plan, facts.device)
+    found: list[str] = []
+    for placed in list_row_splits(plan):
+        if placed.split.get(sparse, 0.0) <= 0:
+            yield Finding(
+                placed.path,
+                f"`{sparse}` has no rows of {placed.subject}",
+                f"give it a part, such as {sparse} = 0.1, and the others less",
+            )
+        for name, share in placed.split.items():
+            if share <= 0 or name == sparse or name in found:
+                continue
+            found.append(name)
+            if len(found) > 1:
+                yield Finding(
+                    (*placed.path, name),
+                    f"rows are given to `{found[0]}` and to `{name}`",
+                    f"give the share of `{name}` to `{found[0]}` or `{sparse}`",
+                    at="key",
+                )
+                continue
+            settings = plan.units.get(name)
+            if settings is not None and settings.on_failure != "stop":
+                yield Finding(
+                    ("units", name, "on_failure"),
+                    f"a run cannot go on without `{name}`, which has rows of {placed.subject}",
+                    'write on_failure = "stop", or take the rows from the unit',
+                    origins=(Origin("plan", placed.path, f"{name} = {share:g}"),),
+                )
+
+
+TOLERANCE = 1e-6
+
+
+@rule("P210", "error", "plan")
+def check_split_adds_up(facts: Facts) -> Iterator[Finding]:
+    for placed in (*list_placed_splits(facts.plan), *list_row_splits(facts.plan)):
+        yield from _check_split(placed.split, placed.path, placed.subject)
+
+
+def _check_split(split: Mapping[str, float], path: KeyPath, subject: str) -> Iterator[Finding]:
+    total = sum(split.values())
+    if abs(total - 1.0) <= TOLERANCE:
+        return
+    unit = max(split, key=lambda name: split[name])
+    wanted = split[unit] - (total - 1.0)
+    help_text = "change the shares to add up to 1"
+    if 0.0 <= wanted <= 1.0:
+        verb = "lower" if total > 1.0 else "raise"
+        help_text = f"{verb} {unit} to {wanted:.6g}"
+    yield Finding(path, f"the shares of {subject} add up to {total:.6g}, expected 1", help_text)
+
+
+@rule("P263", "error", "resolved")
+def check_dense_share_is_hot(facts: Facts) -> Iterator[Finding]:
+    seen = set()
+    for unit in facts.resolved.source.whole_units:
+        yield from _check_whole(facts, unit)
+        return
+    for layer in facts.resolved.layers:
+        if layer.dense is None or layer.dense.kept <= layer.hot_neurons:
+            continue
+        if layer.split_path in seen:
+            continue
+        seen.add(layer.split_path)
+        share = layer.dense.kept / facts.resolved.model.layer_neurons
+        if layer.dense.kept == layer.dense.by_sequences[0]:
+            share = layer.split[layer.dense.unit]
+        yield Finding(
+            layer.hot_path,
+            f"`{layer.dense.unit}` owns {share:.4g} of the neurons, and only "
+            f"{layer.hot:.4g} are hot",
+            f"write hot = {share:.4g}, or lower the share of `{layer.dense.unit}`",
+            origins=(
+                Origin(
+                    "plan",
+                    layer.split_path,
+                    f"{layer.dense.unit} = {layer.split.get(layer.dense.unit, 0.0):.4g}",
+                ),
+            ),
+        )
+
+
+def _check_whole(facts: Facts, unit: str) -> Iterator[Finding]:
+    resolved = facts.resolved
+    seen = set()
+    for layer in resolved.layers:
+        if layer.hot_neurons == resolved.model.layer_neurons or layer.hot_path in seen:
+            continue
+        seen.add(layer.hot_path)
+        yield Finding(
+            layer.hot_path,
+            f"`{unit}` has the whole model in its memory, and only {layer.hot:.4g} of the "
+            "neurons are hot",
+            "write hot = 1.0, or give a part of layers.split to a CPU",
+            origins=(Origin("plan", layer.split_path, f"{unit} has all layers"),),
+        )
