@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import tomli
+from pygls.workspace import PositionCodec
 
 from pi2.authoring.explanation import FieldDoc, describe_field, write_chain
 from pi2.authoring.writing import list_costs
@@ -29,15 +29,13 @@ from pi2.plan.toml.text import KeyPath, format_path, write_text
 from pi2.sharing.references import LockedReferences
 from pi2.weights.file_reading import check_document
 
-Encoding = Literal["utf-8", "utf-16", "utf-32"]
-
 
 @dataclass(frozen=True)
 class Lines:
     """The lines of a text, with columns counted as an editor counts them."""
 
     text: str
-    encoding: Encoding
+    codec: PositionCodec
 
     @property
     def lines(self) -> list[str]:
@@ -54,13 +52,14 @@ class Lines:
         for number, char in enumerate(lines[line]):
             if units >= column:
                 return before + number
-            units += count_units(char, self.encoding)
+            units += self.codec.client_num_units(char)
         return before + len(lines[line])
 
     def count_column(self, line: int, characters: int) -> int:
         lines = self.lines
         text = lines[line] if line < len(lines) else ""
-        return sum(count_units(char, self.encoding) for char in text[:characters])
+        units: int = self.codec.client_num_units(text[:characters])
+        return units
 
     def convert_span(self, span: Span) -> tuple[int, int, int, int]:
         """First line and column, last line and column, from 0; a whole file is its first line."""
@@ -77,14 +76,6 @@ class Lines:
         before = self.text[:offset]
         line = before.count("\n")
         return line, self.count_column(line, len(before) - before.rfind("\n") - 1)
-
-
-def count_units(char: str, encoding: Encoding) -> int:
-    if encoding == "utf-32":
-        return 1
-    if encoding == "utf-16":
-        return 2 if ord(char) > 0xFFFF else 1
-    return len(char.encode("utf-8", errors="surrogatepass"))
 
 
 def contains(span: Span, line: int, column: int) -> bool:

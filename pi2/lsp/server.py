@@ -11,7 +11,7 @@ from pygls.lsp.server import LanguageServer
 from pi2.diagnostics import Diagnostic, Span
 from pi2.diagnostics.diagnostic import label_note
 from pi2.fitting.check import find_page
-from pi2.lsp.checked import Checked, Encoding, Lines, explain_place, find_definition, list_fixes
+from pi2.lsp.checked import Checked, Lines, explain_place, find_definition, list_fixes
 from pi2.lsp.completion import SUGGESTED, complete
 from pi2.plan.toml.source import detect_kind
 
@@ -49,12 +49,7 @@ class PlanServer(LanguageServer):
         return known
 
     def count(self, text: str) -> Lines:
-        chosen = self.workspace.position_encoding
-        encodings: dict[object, Encoding] = {
-            types.PositionEncodingKind.Utf8: "utf-8",
-            types.PositionEncodingKind.Utf32: "utf-32",
-        }
-        return Lines(text, encodings.get(chosen, "utf-16"))
+        return Lines(text, self.workspace.position_codec)
 
     def make_range(self, lines: Lines, span: Span) -> types.Range:
         first, start, last, end = lines.convert_span(span)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pygls.workspace import PositionCodec
 
 from pi2.lsp.checked import Checked, Lines, explain_place, find_definition, list_fixes
 from pi2.lsp.completion import complete
@@ -27,7 +28,7 @@ def test_any_text_is_answered(text: str, data: st.DataObject) -> None:
         text = text[:place] + data.draw(junk) + text[end:]
     name = "oneplus-12.device.toml" if "[units" in text else "x.plan.toml"
     checked = Checked(ROOT / "plans" / name, text)
-    lines = Lines(text, "utf-16")
+    lines = Lines(text, PositionCodec())
     for span, item in checked.list_findings():
         first = lines.convert_span(span)
         assert first[:2] <= first[2:]

@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from pygls.workspace import PositionCodec
 
 from pi2.lsp.checked import Lines
 from pi2.lsp.completion import Cursor, find_cursor
@@ -34,6 +35,6 @@ def test_any_text_has_a_place(text: str, offset: int) -> None:
 
 @given(st.text(max_size=40), st.sampled_from(["utf-8", "utf-16", "utf-32"]), st.data())
 def test_places_of_the_protocol_lead_back(text: str, encoding: str, data: st.DataObject) -> None:
-    lines = Lines(text, encoding)  # type: ignore[arg-type]
+    lines = Lines(text, PositionCodec(encoding))
     offset = data.draw(st.integers(0, len(text)))
     assert lines.find_offset(*lines.convert_offset(offset)) == offset
