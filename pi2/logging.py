@@ -55,7 +55,10 @@ def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> No
 
 @cache
 def _has_structlog() -> bool:
-    return find_spec("structlog") is not None
+    try:
+        return find_spec("structlog") is not None
+    except ImportError:  # an importer that refuses it
+        return False
 
 
 def _wants_colour() -> bool:
