@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pi2.caches import show_path
-from pi2.importing.config import ROTATED_SHARE
 from pi2.importing.families import list_families
 from pi2.importing.gguf_metadata import Metadata, Scope
 from pi2.importing.gguf_tokens import find_marks
@@ -125,23 +124,7 @@ def make_config(
         config["layer_types"] = metadata.read_layer_types(layers, stated.sliding_every)
     # A setting of the family says what its files do not.
     config |= deepcopy(stated.settings)
-    if "swa_rope_theta" in config:
-        _state_turns(config)
     return config
-
-
-def _state_turns(config: dict[str, Any]) -> None:
-    """State positions of layers without a window and with one as configurations have them: what
-    scales the first is not stated for the others."""
-    scaling = config.pop("rope_scaling", {})
-    share, theta = config.pop(ROTATED_SHARE), config["rope_theta"]
-    full = {"rope_type": "default", **scaling, "rope_theta": theta, "partial_rotary_factor": share}
-    local = {
-        "rope_type": "default",
-        "rope_theta": config["swa_rope_theta"],
-        "partial_rotary_factor": config.get("swa_rotary_factor", share),
-    }
-    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
 
 
 def _read_tokens(metadata: Metadata, vocab: int) -> dict[str, Any]:

@@ -182,6 +182,7 @@ def _find_turns(scope: Description) -> tuple[Config, Config]:
     if not full.values:
         full = both if both.has("rope_type") else scope.config.read_table("rope_scaling")
     full = full.set_default("truncate", both.values.get("truncate"))
+    local = local.set_default(ROTATED_SHARE, scope.find("swa_rotary_factor"))
     return (
         full.set_default("rope_theta", scope.find("full_theta")),
         local.set_default("rope_theta", scope.find("local_theta")),
