@@ -53,7 +53,7 @@ def run_tasks(
     tasks: Sequence[Task], files: Sequence[Path], shards: Shards | None, settle: Callable[[], None]
 ) -> None:
     """Run ``tasks`` in order.  If ``shards`` bring the ``files``, each stays only as long as it is
-    needed, and what is made of it is settled before it goes."""
+    needed, and tasks are settled before it goes."""
     if shards is None:
         for task in tasks:
             task.run()

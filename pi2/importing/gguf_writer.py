@@ -101,8 +101,8 @@ def write_gguf(
     """Write ``output``, which appears when it is whole.  ``keys``: each with its value, as bytes;
     tensors without parts are holes.
 
-    ``shards`` bring ``files`` one by one; what is made of them before a failure stays for a call
-    with the same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
+    ``shards`` bring ``files`` one by one; tensors made before a failure stay for a call with the
+    same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
     and shards raise."""
     head = make_head(keys, tensors)
     starts = [_align(len(head)) + place for place in _place_all(tensors)]

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and what is known of their contents."""
+"""Files and folders that appear whole or not at all, and hashes of their contents."""
 
 import ctypes
 import errno
@@ -49,7 +49,7 @@ class PlacedFile:
     """A file whose contents come in any order; it gets its name when all of them are there."""
 
     def __init__(self, path: Path, plan: FilePlan, *, keeps: bool = False) -> None:
-        """Begin the file, or go on with one of the same plan.  ``keeps``: what is settled stays
+        """Begin the file, or go on with one of the same plan.  ``keeps``: settled contents stay
         for another attempt.  Raises `OSError`, as the methods do."""
         self._path, self._keeps = path, keeps
         self._part = path.with_name(f".{path.name}{PART}")
@@ -96,7 +96,7 @@ class PlacedFile:
         self._new.append(number)
 
     def settle(self) -> None:
-        """Bring to the disk what is marked, for another attempt to go on from."""
+        """Bring marked contents to the disk, for another attempt to go on from."""
         if not self._new:
             return
         self._sync()
