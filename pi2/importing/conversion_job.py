@@ -4,6 +4,7 @@ of how often neurons fire, which say the order."""
 import hashlib
 import io
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,17 +39,6 @@ class Task:
     run: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The tasks that can be done once one more file has arrived."""
-
-    file: Path | None
-    """The file that arrives; None for tasks without a file, such as zeros."""
-    tasks: tuple[Task, ...]
-    done: tuple[Path, ...]
-    """Files that no later step needs."""
-
-
 def run_tasks(
     tasks: Sequence[Task], files: Sequence[Path], shards: Shards | None, settle: Callable[[], None]
 ) -> None:
@@ -58,49 +48,30 @@ def run_tasks(
         for task in tasks:
             task.run()
         return
-    steps = plan_steps(files, tasks)
-    sizes = {step.file: shards.measure(step.file) for step in steps if step.file is not None}
-    shards.reserve(sizes, _find_most_bytes(steps, sizes))
-    for step in steps:
-        if step.file is not None:
-            shards.bring(step.file)
-        for task in step.tasks:
-            task.run()
-        settle()
-        for file in step.done:
-            shards.drop(file)
-
-
-def plan_steps(files: Sequence[Path], tasks: Sequence[Task]) -> list[Step]:
-    """A step for each of ``files`` that the ``tasks`` need."""
     place = {file: number for number, file in enumerate(files)}
-    waiting: dict[int, list[Task]] = {}
+    waiting: dict[int, list[Task]] = defaultdict(list)
     last_use: dict[Path, int] = {}
     for task in tasks:
         needed = [file for file in task.find() if file in place]
         last = max((place[file] for file in needed), default=-1)
-        waiting.setdefault(last, []).append(task)
+        waiting[last].append(task)
         for file in needed:
             last_use[file] = max(last_use.get(file, 0), last)
-    return [
-        Step(
-            file=file,
-            tasks=tuple(waiting.get(number, ())),
-            done=tuple(other for other, last in last_use.items() if last == number),
-        )
-        for number, file in enumerate([None, *files], -1)
-        if file in last_use or file is None
-    ]
-
-
-def _find_most_bytes(steps: Sequence[Step], sizes: Mapping[Path, int]) -> int:
-    """Most bytes of files that are there at the same time."""
-    held, most = 0, 0
-    for step in steps:
-        held += 0 if step.file is None else sizes[step.file]
-        most = max(most, held)
-        held -= sum(sizes[file] for file in step.done)
-    return most
+    sizes = {file: shards.measure(file) for file in last_use}
+    held = (
+        sum(size for file, size in sizes.items() if place[file] <= number <= last_use[file])
+        for number in range(len(files))
+    )
+    shards.reserve(sizes, max(held, default=0))
+    for number, arriving in enumerate([None, *files], -1):
+        if arriving is not None and arriving in last_use:
+            shards.bring(arriving)
+        for task in waiting[number]:
+            task.run()
+        settle()
+        for other, last in last_use.items():
+            if last == number:
+                shards.drop(other)
 
 
 MODEL_NOTE, WEIGHTS_NOTE = "pi2.model", "pi2.weights"

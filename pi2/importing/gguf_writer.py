@@ -106,13 +106,12 @@ def write_gguf(
     and shards raise."""
     head = make_head(keys, tensors)
     starts = [_align(len(head)) + place for place in _place_all(tensors)]
-    plan = FilePlan(
-        pieces=(Piece(0, head),),
-        size=starts[-1] + tensors[-1].size_bytes,
-        holes=tuple(map(_place_parts, tensors, starts)),
-    )
+    plan = FilePlan(pieces=(Piece(0, head),), size=starts[-1] + tensors[-1].size_bytes)
     parts = [part for tensor in tensors for part in tensor.parts]
-    places = [place for own in plan.holes for place in own]
+    places = list[int]()
+    for own, place in zip(tensors, starts, strict=True):
+        ends = accumulate((part.size_bytes for part in own.parts), initial=place)
+        places += list(ends)[:-1]
     try:
         with PlacedFile(output, plan, keeps=shards is not None) as file:
 
@@ -150,11 +149,6 @@ def _place_all(tensors: Iterable[NewTensor]) -> Iterator[int]:
     for tensor in tensors:
         yield offset
         offset += _align(tensor.size_bytes)
-
-
-def _place_parts(tensor: NewTensor, start: int) -> tuple[int, ...]:
-    sizes = (part.size_bytes for part in tensor.parts)
-    return tuple(accumulate(sizes, initial=start))[:-1]
 
 
 def _describe(tensors: Sequence[NewTensor]) -> Iterator[bytes]:

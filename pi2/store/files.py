@@ -41,7 +41,7 @@ class FilePlan:
 
     pieces: tuple[Piece, ...]
     size: int
-    holes: tuple[tuple[int, ...], ...]
+    holes: tuple[tuple[int, ...], ...] = ()
     """Offsets of the contents that come later, by record batch or tensor."""
 
 

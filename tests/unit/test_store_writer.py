@@ -365,7 +365,7 @@ def test_kill_at_any_moment_leaves_no_half_store_and_the_next_run_succeeds(
 def test_files_that_are_read_as_a_whole_have_a_check_for_every_mib(tmp_path: Path) -> None:
     content = bytes(range(256)) * 4096 * 2 + b"the rest"
     checks: list[int] = []
-    plan = FilePlan(pieces=(Piece(1, content[1:7]),), size=len(content), holes=())
+    plan = FilePlan(pieces=(Piece(1, content[1:7]),), size=len(content))
     with PlacedFile(tmp_path / "x", plan) as file:
         for first, end in ((2**20 + 9, None), (7, 2**20 + 9), (0, 1)):
             file.write(first, content[first:end])
@@ -383,7 +383,7 @@ def test_files_that_are_read_as_a_whole_have_a_check_for_every_mib(tmp_path: Pat
 
 def test_a_file_goes_on_from_what_was_settled_unless_it_is_another_file(tmp_path: Path) -> None:
     def begin(head: bytes) -> list[bool]:
-        plan = FilePlan(pieces=(Piece(0, head),), size=12, holes=((4, 8),))
+        plan = FilePlan(pieces=(Piece(0, head),), size=12)
         with PlacedFile(tmp_path / "x", plan, keeps=True) as file:
             there = [file.has(number) for number in (0, 1)]
             file.mark(1)
