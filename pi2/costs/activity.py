@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from math import log, log2
 from pathlib import Path
 from statistics import NormalDist
@@ -243,7 +243,7 @@ def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
 
 
 def _unite_all(found: Sequence[LayerActivity], batch: int) -> tuple[LayerActivity, ...]:
-    return tuple(map(cache(partial(unite_activity, batch=batch)), found))  # alike ones stay so
+    return tuple(unite_activity(item, batch) for item in found)
 
 
 @lru_cache(maxsize=512)
@@ -270,12 +270,16 @@ def _make_layers(
     if spread is None:
         _, spread = _read_model(model, "gate", Constants())
 
-    @cache  # layers that are alike stay the same object
-    def make(share: float, fired: float) -> LayerActivity:
-        named = Hotness(active=share, spread=spread if share < 1.0 else 0.0)
-        return LayerActivity(named=named, chosen=1.0, neurons=model.layer_neurons, fired=fired)
-
-    return _choose_experts(model, [make(*item) for item in shares])
+    layers = [
+        LayerActivity(
+            named=Hotness(active=share, spread=spread if share < 1.0 else 0.0),
+            chosen=1.0,
+            neurons=model.layer_neurons,
+            fired=fired,
+        )
+        for share, fired in shares
+    ]
+    return _choose_experts(model, layers)
 
 
 def describe_activity(
@@ -313,29 +317,25 @@ def _describe_single(
         counts = read_shares(store, layers, model.layer_neurons)
     if counts is not None:
         source = "the store's counted activations"
-    made: dict[LayerStatistics, LayerActivity] = {}
-    found = []
-    for number, item in enumerate(known):
-        if counts is not None or item not in made:
-            share = item.named(mode)
-            made[item] = LayerActivity(
-                named=make_hotness(share, item.skew, item.active)
-                if counts is None
-                else make_counted(counts[number], share),
-                chosen=1.0,
-                neurons=model.layer_neurons,
-                opened=item.opened(mode),
-                fired=item.fired(mode),
-            )
-        found.append(made[item])
+    found = [
+        LayerActivity(
+            named=make_hotness(item.named(mode), item.skew, item.active)
+            if counts is None
+            else make_counted(counts[number], item.named(mode)),
+            chosen=1.0,
+            neurons=model.layer_neurons,
+            opened=item.opened(mode),
+            fired=item.fired(mode),
+        )
+        for number, item in enumerate(known)
+    ]
     return _choose_experts(model, found), source
 
 
 def _choose_experts(model: Model, layers: Sequence[LayerActivity]) -> tuple[LayerActivity, ...]:
-    """The layers with their shares of neurons that may compute; equal layers stay one object."""
-    choose = cache(replace)
+    """The layers with their shares of neurons that may compute."""
     parts = [block.ffn.neurons / model.layer_neurons for block in model.blocks[: len(layers)]]
-    return tuple(choose(layer, chosen=part) for layer, part in zip(layers, parts, strict=True))
+    return tuple(replace(layer, chosen=part) for layer, part in zip(layers, parts, strict=True))
 
 
 def describe_routing(model: Model, constants: Constants) -> Described:
@@ -353,15 +353,12 @@ def describe_routing(model: Model, constants: Constants) -> Described:
         lasting=Hotness(active=active, spread=min(spread, LASTING_SPREAD)),
     )
 
-    @cache  # layers that are alike stay the same object
-    def fill(always: int, never: int) -> LayerActivity:
-        return replace(layer, always=always, never=never)
-
     found = []
     for ffn in (block.ffn for block in model.blocks):
         varied = moe.experts * model.shape.ffn if ffn.has_router else 0
         always = moe.count_shared(model.shape.ffn) if varied else ffn.neurons
-        found.append(fill(always, model.layer_neurons - varied - always))
+        never = model.layer_neurons - varied - always
+        found.append(replace(layer, always=always, never=never))
     return tuple(found), "published routing of experts"
 
 

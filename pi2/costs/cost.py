@@ -231,10 +231,10 @@ def _group_layers(
     if model.moe is not None:
         routes = describe_routing(model, rates.constants)[0]
     colds = share_cold(resolved, position)
-    kinds: dict[tuple[int, int, float, float, float], list[int]] = {}
+    kinds: dict[tuple[LayerActivity, LayerActivity | None, float, float, float], list[int]] = {}
     for number, layer in enumerate(resolved.layers):
         shares = (layer.hot, colds[number], layer.find_dense_share(batch))
-        key = (id(uses[number]), id(routes[number]), *shares)
+        key = (uses[number], routes[number], *shares)
         kinds.setdefault(key, []).append(number)
     named = frozenset(resolved.named_layers)
     settings = {
@@ -245,14 +245,14 @@ def _group_layers(
         LayerKind(
             rates=rates,
             settings=settings[numbers[0] in named],
-            activity=uses[numbers[0]],
+            activity=activity,
             hot=hot,
             cold=cold,
             dense=dense,
             layers=tuple(numbers),
-            routing=routes[numbers[0]],
+            routing=routing,
         )
-        for (_, _, hot, cold, dense), numbers in kinds.items()
+        for (activity, routing, hot, cold, dense), numbers in kinds.items()
     )
 
 

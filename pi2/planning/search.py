@@ -311,7 +311,7 @@ def _vary(problem: Problem, best: Choices, respect: str, memory_bytes: int) -> S
             return [replace(best, lends=lends) for lends in own]
         case "chunk":
             return [replace(best, chunk=chunk) for chunk in problem.chunks]
-    alike = len({id(item) for item in problem.activities[best.predictor][0]}) == 1
+    alike = len(set(problem.activities[best.predictor][0])) == 1
     return [replace(best, by_activity=sorts) for sorts in (False, not alike)]
 
 
