@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,7 +171,7 @@ def _fit(model: LoadedModel, budget_bytes: int) -> FittedPlan:
 
     resolved = model.plan
     path, overrides = model.origin or (resolved.path, {})
-    same = {key: _read(resolved.plan, key) for key in _KEPT}
+    same = {key: attrgetter(key)(resolved.plan) for key in _KEPT}
     try:
         fitted = read_plan(path, overrides={**overrides, **same}, memory_bytes=budget_bytes)
         plan = fitted.resolved.plan
@@ -181,19 +182,13 @@ def _fit(model: LoadedModel, budget_bytes: int) -> FittedPlan:
             f"the budget cannot become {approximate_bytes(budget_bytes)}: {found.message}",
             help=found.help,
         ) from None
-    if any(_read(plan, key) != value for key, value in same.items()):
+    if any(attrgetter(key)(plan) != value for key, value in same.items()):
         raise UserError.of(
             "P745",
             f"the budget cannot become {format_bytes(budget_bytes)}: the KV cache would not fit",
             help="load the plan with another kv.context",
         )
     return fitted
-
-
-def _read(document: object, key: str) -> object:
-    for name in key.split("."):
-        document = getattr(document, name)
-    return document
 
 
 def _change(model: LoadedModel, fitted: FittedPlan) -> None:

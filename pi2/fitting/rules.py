@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from operator import attrgetter
 
 from pi2.fitting import (
     count_unit_needs,
@@ -219,7 +220,7 @@ def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
     name = resolved.source.choose_judge(resolved.name_backend(unit))
     for key, values in read_fixed(name).items():
         path: KeyPath = tuple(key.split("."))
-        stated = _read_setting(resolved, path)
+        stated = attrgetter(key)(resolved.plan)
         said = resolved.source.said.get(key)
         if stated in values or stated == said or path in resolved.derived:
             continue
@@ -232,14 +233,6 @@ def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
 
 def _show(stated: object) -> str:
     return f" = {write_value(stated)}" if isinstance(stated, str | int | float) else ""
-
-
-def _read_setting(resolved: ResolvedPlan, path: KeyPath) -> object:
-    """The value of a key as a document states it."""
-    found: object = resolved.plan
-    for part in path:
-        found = getattr(found, str(part))
-    return found
 
 
 def _find_path(facts: Facts, unit: str) -> KeyPath:
