@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.accounts import ACCOUNTS
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.experts import ExpertNeurons
-from pi2.engine.feed_forward import CutFeedForward, FeedForward
+from pi2.engine.feed_forward import FeedForward
 from pi2.engine.layer_model import LayerModel
 from pi2.engine.loading import WEIGHTS, load_gates, read_neurons
 from pi2.engine.opening import Opening
@@ -112,7 +112,7 @@ class LayersOpening(Opening):
         load_gates(reader, cache, request, staging, progress)
         finish_hashes()
         lock_fallback = budget.lock() if plan.memory.lock == "locked" else None
-        feed_forward = _choose_feed_forward(resolved)(
+        feed_forward = FeedForward(
             executor,
             cache,
             reader,
@@ -126,6 +126,8 @@ class LayersOpening(Opening):
             separate_scales=request.scales is not None,
             shares=shares,
             in_order=observer is not None,
+            whole=resolved.whole_layers,
+            keeps_bits=resolved.names_by_cutoff,
             experts=None
             if grouped is None
             else ExpertNeurons(grouped, resolved.model.expert_count),
@@ -160,12 +162,6 @@ class LayersOpening(Opening):
         )
         _report_fallbacks(reader)
         return parts
-
-
-def _choose_feed_forward(resolved: ResolvedPlan) -> Callable[..., FeedForward]:
-    if resolved.names_by_cutoff:
-        return partial(CutFeedForward, cut=resolved.named_layers)
-    return FeedForward
 
 
 def _bind_first_thread(request: BuildRequest, cleanup: ExitStack) -> None:

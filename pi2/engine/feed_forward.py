@@ -1,8 +1,8 @@
 """The FFN of a layer with its neurons in memory and on flash."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from pi2.arrays import F32, I32, I64, U8
 from pi2.backends.executor import Executor
@@ -12,7 +12,7 @@ from pi2.engine.neuron_stream import NeuronStream, PieceOrder, choose_piece
 from pi2.engine.waves import Wave, Waves
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader
-from pi2.plan.arithmetic.sizes import PART_NEURONS
+from pi2.memory.policy import ABSENT
 from pi2.plan.documents.plan import Decode
 
 Namer = Callable[[int], tuple[I32, F32 | None]]
@@ -24,7 +24,7 @@ MOST_EXPERTS = 0.9
 routing is known."""
 
 
-class FeedForward(Waves):
+class FeedForward:
     """Computes FFN layers through an executor."""
 
     def __init__(
@@ -41,6 +41,7 @@ class FeedForward(Waves):
         shares: DenseShares | None = None,
         in_order: bool = False,
         experts: ExpertNeurons | None = None,
+        whole: Collection[int] = (),
         keeps_bits: bool = False,
     ) -> None:
         """``staging`` [2, n, stride]: two page-aligned buffers.
@@ -51,9 +52,21 @@ class FeedForward(Waves):
         all. ``separate_scales``: scales are outside of bundles, by stored index.  ``shares``: the
         neurons of units next to the executor.  ``in_order``: dense layers are computed as a whole
         and in stored order, for those who look at them.  ``experts``: whose neurons are whose, in
-        an MoE model.  ``keeps_bits``: the cache changes no bit of layers that are computed as a
-        whole."""
-        super().__init__(executor, cache, reader, decode=decode, separate_scales=separate_scales)
+        an MoE model.  ``whole``: layers of which a token computes every neuron, next to others.
+        ``keeps_bits``: the cache changes no bit of any layer."""
+        self._executor, self.cache, self._reader = executor, cache, reader
+        self._waves = Waves(
+            executor,
+            cache,
+            reader,
+            decode=decode,
+            separate_scales=separate_scales,
+            in_order=keeps_bits,
+        )
+        self.counters, self.sieve = self._waves.counters, self._waves.sieve
+        self._predictor = decode.predictor
+        self._only_resident = False
+        """Whether neurons that are not in memory are left out."""
         self._neurons = cache.neurons
         """Neurons of a layer."""
         self.shares = shares or DenseShares(executor, {}, [None] * layers, self._neurons)
@@ -79,11 +92,21 @@ class FeedForward(Waves):
         self._threshold = decode.threshold
         self._foreseen: list[tuple[I32, F32 | None]] = []
         """The neurons predicted ahead for each token, if no call does it at once."""
-        self._look_ahead, self._names_all = decode.look_ahead, decode.names_all
+        self._look_ahead, self._keeps_bits = decode.look_ahead, keeps_bits
+        self._whole = frozenset(range(layers) if decode.names_all else whole)
         self._token_neurons = token_neurons or [self._neurons] * layers
         self._wave: Wave | None = None
         self._sequences = 0
         """Tokens of a step; 0 in a prompt."""
+
+    @contextmanager
+    def leave_out_missing(self) -> Iterator[None]:
+        """Let nothing be read meanwhile: tokens are computed with resident neurons only."""
+        self._only_resident = True
+        try:
+            yield
+        finally:
+            self._only_resident = False
 
     def _count_owned(self, layer: int) -> int:
         """Neurons of ``layer`` in this computation that another unit computes."""
@@ -91,16 +114,19 @@ class FeedForward(Waves):
 
     def decode_is_dense(self, layer: int) -> bool:
         """Whether a generated token computes every neuron of ``layer``."""
-        return self._names_all
+        return layer in self._whole
 
     def _count_following(self, layer: int) -> int | None:
         """Layers after ``layer`` that now compute all neurons as well; None: all later layers."""
-        return None
+        if not self._sequences:
+            return None
+        others = (own for own in range(layer + 1, self._layers) if own not in self._whole)
+        return next(others, self._layers) - layer - 1
 
     def begin_step(self, tokens: int) -> None:
         """Let what follows be about so many tokens of one or more sequences."""
         self.shares.check()
-        self._tokens = self._sequences = tokens
+        self._waves.tokens = self._sequences = tokens
         self._is_whole = False
 
     def begin_prompt(self) -> None:
@@ -141,6 +167,12 @@ class FeedForward(Waves):
                     executor.add_dense(layer, stretch.bundles, stretch.first)
             executor.end_ffn(layer)
             yield chunk
+        if self._keeps_bits:
+            # Other layers compute fewer.
+            computed = self._neurons * self._sequences
+            self.counters.predicted += computed
+            self.counters.active += computed
+            self.counters.possible += computed
 
     def _list_wanted(self, layer: int, others: range, chunks: int) -> list[range]:
         """Ranges of stored order, within ``others``, that the executor computes: all, or the chosen
@@ -181,7 +213,7 @@ class FeedForward(Waves):
                     if wave.in_phases:
                         # Their ups and downs are needed before the next layer's gates.
                         executor.begin_ffn(layer)
-                        self._open_gates(wave)
+                        self._waves.open_gates(wave)
                     self._wave = self._begin_ahead(layer + 1, layer)
                 else:
                     self._executor.begin_ffn(layer)
@@ -193,7 +225,7 @@ class FeedForward(Waves):
                     # A unit was lost after the prediction.
                     waves.append(self._find_named(layer, owned, end=wave.owned))
             except BaseException:
-                self._abandon_wave(wave)
+                self._waves.abandon(wave)
                 raise
         self._compute_waves(layer, waves)
         for missed in self.shares.finish(self._jobs.pop()):
@@ -228,12 +260,12 @@ class FeedForward(Waves):
         the neurons of ``late`` experts."""
         name = self._read_foreseen if is_foreseen else partial(self._name, layer, late)
         indices, by_token, scores = self._predict(layer, (owned, end), late, name)
-        return self._begin_wave(layer, owned, indices, by_token, scores)
+        return self._waves.begin(layer, owned, indices, by_token, scores)
 
     @property
     def _sieves_apart(self) -> bool:
         """Whether left-out neurons must be known, so a look-up must not leave them out."""
-        return self._tokens > 1 or self._only_resident
+        return self._waves.tokens > 1 or self._only_resident
 
     def _begin_ahead(self, following: int, layer: int) -> Wave:
         """Predict the layer ``following`` before its own input is known and begin the FFN of
@@ -254,14 +286,16 @@ class FeedForward(Waves):
             return []
         executor.begin_ffn(following)
         experts = self._list_experts()
-        self._foreseen = [self._copy_named(following, token) for token in self._select_tokens()]
+        self._foreseen = [
+            self._copy_named(following, token) for token in self._waves.select_tokens()
+        ]
         if layer != following:
             executor.begin_ffn(layer)
         return experts
 
     def _copy_named(self, layer: int, token: int) -> tuple[I32, F32 | None]:
         named, scores = self._name(layer, None, token)
-        if self._tokens == 1:
+        if self._waves.tokens == 1:
             return named, scores
         # They are valid until the prediction of the next token.
         return named.copy(), None if scores is None else scores.copy()
@@ -277,7 +311,7 @@ class FeedForward(Waves):
     def _list_experts(self) -> list[I32]:
         if self._experts is None:
             return []
-        return [self._executor.list_experts().copy() for _ in self._select_tokens()]
+        return [self._executor.list_experts().copy() for _ in self._waves.select_tokens()]
 
     def _list_unforeseen(self, wave: Wave) -> list[I32]:
         late = []
@@ -292,17 +326,17 @@ class FeedForward(Waves):
         try:
             while waves:
                 wave = waves.pop(0)
-                self._compute_wave(wave)
+                self._waves.compute(wave)
                 if not len(wave.rest):
                     continue
                 if not waves and self._wave is not None and self.cache.free_capacity == 0:
                     # The next layer's neurons, guessed ahead, have taken all slots.
                     following, self._wave = self._wave, None
-                    self._abandon_wave(following)
-                waves.append(self._begin_wave(layer, wave.owned, wave.rest, wave.by_token))
+                    self._waves.abandon(following)
+                waves.append(self._waves.begin(layer, wave.owned, wave.rest, wave.by_token))
         except BaseException:
             for wave in waves:
-                self._abandon_wave(wave)
+                self._waves.abandon(wave)
             raise
 
     def end_token(self) -> None:
@@ -316,11 +350,11 @@ class FeedForward(Waves):
         """Neurons within ``bounds`` that ``name`` names for any token, the owners if there are
         several tokens (`HostLoops.unite_named`), and scores to leave some out by."""
         self._reader.advance()
-        if self._tokens == 1:
+        if self._waves.tokens == 1:
             indices, scores = self._take_named(layer, 0, bounds, late is None, name)
             return indices, None, None if self._sieves_apart else scores
         lists = []
-        for token in self._select_tokens():
+        for token in self._waves.select_tokens():
             if late is not None and not len(late[token]):
                 lists.append(late[token])
                 continue
@@ -349,7 +383,7 @@ class FeedForward(Waves):
         if is_sieved and scores is not None and self.sieve is not None:
             indices = self.cache.leave_out(layer, named, scores, self.sieve)
         if self._only_resident:
-            indices = self._keep_resident(layer, indices)
+            indices = indices.compress(self.cache.locate(layer, indices) != ABSENT)
         self.counters.predicted += len(indices)
         self.counters.possible += self._token_neurons[layer] * (is_whole and bounds[1] is None)
         return indices, scores
@@ -385,7 +419,7 @@ class FeedForward(Waves):
         self.shares.abandon()
         if self._wave is not None:
             wave, self._wave = self._wave, None
-            self._abandon_wave(wave)
+            self._waves.abandon(wave)
         self._stream.abandon()
 
 
@@ -394,67 +428,3 @@ def _cut(indices: I32, first: int, end: int | None) -> I32:
     if first:
         indices = indices[int(indices.searchsorted(first)) :]
     return indices if end is None else indices[: int(indices.searchsorted(end))]
-
-
-class CutFeedForward(FeedForward):
-    """Computes FFN layers of which gates with a cutoff name the neurons of some."""
-
-    def __init__(self, *arguments: Any, cut: Collection[int], **named: Any) -> None:
-        """See `FeedForward`; ``cut``: layers whose gates have a cutoff."""
-        super().__init__(*arguments, keeps_bits=True, **named)
-        self._cut = frozenset(cut)
-
-    def decode_is_dense(self, layer: int) -> bool:
-        """Whether a generated token computes every neuron of ``layer``."""
-        return layer not in self._cut
-
-    def _count_following(self, layer: int) -> int | None:
-        if not self._sequences:
-            return None
-        others = (other for other in range(layer + 1, self._layers) if other in self._cut)
-        return next(others, self._layers) - layer - 1
-
-    def run_dense(self, layer: int, chunks: int = 1) -> Iterator[int]:
-        """See `FeedForward`; neurons of steps are counted: layers compute different ones."""
-        yield from super().run_dense(layer, chunks)
-        computed = self._neurons * self._sequences
-        self.counters.predicted += computed
-        self.counters.active += computed
-        self.counters.possible += computed
-
-    def _begin_wave(
-        self,
-        layer: int,
-        owned: int,
-        indices: I32,
-        by_token: I64 | None = None,
-        scores: F32 | None = None,
-    ) -> Wave:
-        """See `pi2.engine.waves.Waves`; the neurons put off begin with a part."""
-        taken = self.cache.count_taken(layer, indices)
-        if taken < len(indices):
-            taken = max(taken - taken % PART_NEURONS, min(taken, PART_NEURONS))
-        wave = super()._begin_wave(layer, owned, indices[:taken], by_token, scores)
-        wave.named, wave.rest = indices[:taken], indices[taken:].copy()
-        return wave
-
-    def _compute_wave(self, wave: Wave) -> None:
-        found, pending, named = wave.found, wave.pending, wave.named
-        assert named is not None and not wave.in_phases
-        try:
-            slots = self.cache.locate(wave.layer, named)
-            clusters = [] if pending is None else list(pending.clusters)
-            for first in range(0, len(named), PART_NEURONS):
-                part = slice(first, first + PART_NEURONS)
-                own = named[part]
-                while pending is not None and wave.taken < len(clusters):
-                    if pending.indices[clusters[wave.taken].start] > own[-1]:
-                        break
-                    self._reader.finish(pending, wave.taken)
-                    wave.taken += 1
-                self._add_neurons(wave, slots[part], own)
-        except BaseException:
-            self._abandon_wave(wave)
-            raise
-        if wave.held:
-            self.cache.release(found)

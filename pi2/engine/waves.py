@@ -2,7 +2,6 @@
 ``pipeline.phases = 2`` gates are read first, then up and down behind open ones."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,8 +11,8 @@ from pi2.backends.executor import Executor
 from pi2.engine.statistics import NeuronCounters
 from pi2.memory.cache import Lookup, NeuronCache
 from pi2.memory.flash import FlashReader, PendingRead
-from pi2.memory.policy import ABSENT
 from pi2.memory.read_sieve import ReadSieve
+from pi2.plan.arithmetic.sizes import PART_NEURONS
 from pi2.plan.documents.plan import Decode
 
 
@@ -26,18 +25,14 @@ class Wave:
     pending: PendingRead | None
     rest: I32
     """Stored indices that the cold cache has no room for until this wave is computed."""
-    held: bool
-    """Whether the cache holds their slots; slots of a layer that is all hot never leave."""
     owned: int
     """Neurons of the layer that another unit was to compute when they were found."""
     by_token: I64 | None = None
     """Which of several tokens have named each neuron [neurons], a bit for each; None of one."""
     experts: list[I32] | None = None
     """Experts of each token that they belong to, if these were predicted ahead."""
-    taken: int = 0
-    """Clusters that have been waited for."""
     named: I32 | None = None
-    """Stored indices of all of them, of a wave that was begun ahead for chosen experts."""
+    """Stored indices of all of them, if they are computed in their order."""
     opened: list[tuple[I32, I32, PendingRead | None]] = field(default_factory=list)
     """In two phases, of each cluster: slots and stored indices of neurons with open gates, and
     their remaining reads."""
@@ -75,43 +70,30 @@ class Waves:
         *,
         decode: Decode,
         separate_scales: bool,
+        in_order: bool,
     ) -> None:
-        """``separate_scales``: see `pi2.engine.feed_forward.FeedForward`."""
+        """``separate_scales``: see `pi2.engine.feed_forward.FeedForward`; ``in_order``: neurons are
+        computed in stored order, in parts of `PART_NEURONS`, wherever they come from."""
         self._executor = executor
         self.cache = cache
         self._reader = reader
         self._predictor = decode.predictor
-        self._separate_scales = separate_scales
+        self._separate_scales, self._in_order = separate_scales, in_order
         self.sieve = make_sieve(decode, cache.arena.shape[1])
         """Says which missing neurons are worth a read, if the plan leaves some out."""
-        self._tokens = 1
+        self.tokens = 1
         self.counters = NeuronCounters()
-        self._only_resident = False
-        """Whether neurons that are not in memory are left out."""
 
-    @contextmanager
-    def leave_out_missing(self) -> Iterator[None]:
-        """Let nothing be read meanwhile: tokens are computed with resident neurons only."""
-        self._only_resident = True
-        try:
-            yield
-        finally:
-            self._only_resident = False
-
-    def _keep_resident(self, layer: int, indices: I32) -> I32:
-        """The ``indices`` [n] that are in memory."""
-        return indices.compress(self.cache.locate(layer, indices) != ABSENT)
-
-    def _select_tokens(self) -> Iterator[int]:
-        if self._tokens == 1:
+    def select_tokens(self) -> Iterator[int]:
+        if self.tokens == 1:
             yield 0
             return
-        for token in range(self._tokens):
+        for token in range(self.tokens):
             self._executor.select_token(token)
             yield token
         self._executor.select_token(0)
 
-    def _begin_wave(
+    def begin(
         self,
         layer: int,
         owned: int,
@@ -121,14 +103,14 @@ class Waves:
     ) -> Wave:
         """Find neurons and begin to read missing ones, if given ``scores`` only those worth it;
         those without a slot wait for later waves."""
-        cache = self.cache
-        if len(indices) == 0 or cache.is_all_hot(layer, indices):
-            found = cache.look_up(layer, indices)
-            rest = indices[:0]
-            self.counters.touched += len(indices)
-            return Wave(
-                layer, found, pending=None, rest=rest, held=False, owned=owned, by_token=by_token
-            )
+        cache, named, later = self.cache, None, None
+        if self._in_order:
+            taken = cache.count_taken(layer, indices)
+            if taken < len(indices):
+                # Those that are put off begin with a part.
+                taken = max(taken - taken % PART_NEURONS, min(taken, PART_NEURONS))
+            indices, later = indices[:taken], indices[taken:].copy()
+            named = indices
         found = cache.look_up(layer, indices, scores, self.sieve)
         self.counters.predicted -= found.skipped
         self.counters.touched += len(indices) - len(found.rest) - found.skipped
@@ -142,42 +124,54 @@ class Waves:
             cache.release(found)
             cache.forget(layer, found.missing)
             raise
-        return Wave(
-            layer,
-            found,
-            pending=pending,
-            rest=found.rest,
-            held=True,
-            owned=owned,
-            by_token=by_token,
-        )
+        rest = found.rest if later is None else later
+        return Wave(layer, found, pending, rest, owned, by_token=by_token, named=named)
 
-    def _compute_wave(self, wave: Wave) -> None:
-        found, pending = wave.found, wave.pending
+    def compute(self, wave: Wave) -> None:
         try:
-            if wave.in_phases and wave.is_ahead:
-                # Gates have arrived: up and down are read while resident neurons are computed.
-                self._open_gates(wave)
-            if len(found.resident_slots):
-                self._add_neurons(wave, found.resident_slots)
-            if wave.in_phases and not wave.is_ahead:
-                self._open_gates(wave)
-            if pending is not None:
-                for number in range(len(pending.clusters)):
-                    slots, indices = self._take_cluster(wave, pending, number)
-                    if len(slots):
-                        self._add_neurons(wave, slots, indices)
+            if wave.named is None:
+                self._compute_as_they_come(wave)
+            else:
+                self._compute_in_order(wave, wave.named)
         except BaseException:
-            self._abandon_wave(wave)
+            self.abandon(wave)
             raise
-        if wave.held:
-            self.cache.release(found)
-            if wave.closed:
-                closed = np.concatenate(wave.closed)
-                unread = self._reader.rest_bytes
-                self.cache.forget(wave.layer, closed, unread_bytes=unread)
+        self.cache.release(wave.found)
+        if wave.closed:
+            closed = np.concatenate(wave.closed)
+            self.cache.forget(wave.layer, closed, unread_bytes=self._reader.rest_bytes)
 
-    def _open_gates(self, wave: Wave) -> None:
+    def _compute_as_they_come(self, wave: Wave) -> None:
+        found, pending = wave.found, wave.pending
+        if wave.in_phases and wave.is_ahead:
+            # Gates have arrived: up and down are read while resident neurons are computed.
+            self.open_gates(wave)
+        if len(found.resident_slots):
+            self._add_neurons(wave, found.resident_slots)
+        if wave.in_phases and not wave.is_ahead:
+            self.open_gates(wave)
+        if pending is not None:
+            for number in range(len(pending.clusters)):
+                slots, indices = self._take_cluster(wave, pending, number)
+                if len(slots):
+                    self._add_neurons(wave, slots, indices)
+
+    def _compute_in_order(self, wave: Wave, named: I32) -> None:
+        pending, taken = wave.pending, 0
+        assert not wave.in_phases
+        slots = self.cache.locate(wave.layer, named)
+        clusters = () if pending is None else pending.clusters
+        for first in range(0, len(named), PART_NEURONS):
+            part = slice(first, first + PART_NEURONS)
+            own = named[part]
+            while pending is not None and taken < len(clusters):
+                if pending.indices[clusters[taken].start] > own[-1]:
+                    break
+                self._reader.finish(pending, taken)
+                taken += 1
+            self._add_neurons(wave, slots[part], own)
+
+    def open_gates(self, wave: Wave) -> None:
         """Compute the gates that have been read, and begin to read what follows the open ones."""
         pending, reader = wave.pending, self._reader
         if wave.opened:
@@ -209,7 +203,7 @@ class Waves:
             return self._executor.find_open(wave.layer, arena, slots, indices)
         opened = np.zeros(len(slots), np.bool_)
         named = wave.by_token.take(indices)
-        for token in self._select_tokens():
+        for token in self.select_tokens():
             own = np.flatnonzero((named >> token) & 1)
             if len(own):
                 found = self._executor.find_open(wave.layer, arena, slots[own], indices[own])
@@ -234,9 +228,8 @@ class Waves:
             named = by_token.take(indices)
             self._executor.add_named_neurons(layer, arena, slots, indices, named, known)
 
-    def _abandon_wave(self, wave: Wave) -> None:
-        if wave.held:
-            self.cache.release(wave.found)
+    def abandon(self, wave: Wave) -> None:
+        self.cache.release(wave.found)
         if wave.pending is not None:
             for read in (wave.pending, *(rest for *_, rest in wave.opened)):
                 if read is not None:

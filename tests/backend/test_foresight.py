@@ -61,11 +61,11 @@ def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) 
         executor.attend(0, 0)
         own._predict_ahead(1, 0)
         found = []
-        for token in own._select_tokens():
+        for token in own._waves.select_tokens():
             named, scores = own._read_foreseen(token)
             assert scores is not None
             found.append((named.copy(), scores[: len(every)].copy()))
-        for _ in own._select_tokens():
+        for _ in own._waves.select_tokens():
             executor.add_neurons(0, model.bundles[0], every)
         executor.end_ffn(0)
         return found, executor.logits(0).copy()

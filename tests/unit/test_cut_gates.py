@@ -12,8 +12,7 @@ import pi2.engine.assembly
 from pi2.arrays import F32
 from pi2.costs.cost import describe_plan
 from pi2.diagnostics import UserError
-from pi2.engine.feed_forward import CutFeedForward
-from pi2.engine.waves import Wave
+from pi2.engine.waves import Wave, Waves
 from pi2.fitting.check import load_plan
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.planner import plan as make_plan
@@ -90,13 +89,13 @@ def test_a_cache_that_is_too_small_for_a_token_changes_no_bit_either(
     assert resolved.needs.cold.bytes == resolved.plan.memory.segments.cold
     asked = []
 
-    class Asked(CutFeedForward):
-        def _begin_wave(self, *arguments: Any) -> Wave:
-            wave = super()._begin_wave(*arguments)
+    class Asked(Waves):
+        def begin(self, *arguments: Any, **named: Any) -> Wave:
+            wave = super().begin(*arguments, **named)
             asked.append(len(wave.rest))
             return wave
 
-    monkeypatch.setattr(pi2.engine.assembly, "CutFeedForward", Asked)
+    monkeypatch.setattr("pi2.engine.feed_forward.Waves", Asked)
     np.testing.assert_array_equal(compute_decoded(plan, TOKENS, least), expected)
     assert any(asked), "gates of more neurons than the cache has room for were open"
 
