@@ -43,17 +43,16 @@ def emit_read_runs(take: Parameters) -> None:
 
 def emit_plan_reads(take: Parameters) -> None:
     """Plan reads of bundles ``indices`` [count] (ascending) into ``slots`` [count]: neighbours, up
-    to ``most``, are one request.
+    to ``most``, and the ``gap`` between two at most, are one request.
 
     Writes what `emit_read_runs` takes, and the bytes of each request, the request of each bundle,
     and ``pending`` for results; ``found`` [1] becomes the number of requests."""
     plan = ReadPlan(take)
-    pending = take.take_number("pending", "int64")
     results = take.take_given_array("results", "int64")
     found = take.take_array("found", "int32", FOUND)
 
     def begin(request: v.Expr, place: v.Expr, offset: v.Expr) -> None:
-        v.store(results, request, pending, 1)
+        v.store(results, request, plan.pending, 1)
 
     v.store(found, 0, plan.emit(begin), 1)
 
@@ -63,10 +62,13 @@ class ReadPlan:
 
     def __init__(self, take: Parameters) -> None:
         self.count = take.take_number("count")
-        self._most = take.take_number("most")
         self._base = take.take_number("base", "int64")
         self._stride = take.take_number("stride", "int64")
         self._address = take.take_number("address", "int64")
+        self._gap = take.take_number("gap")
+        self._scratch = take.take_number("scratch", "int64")
+        self._most = take.take_number("most")
+        self.pending = take.take_number("pending", "int64")
         self._indices = take.take_given_array("indices", "int32")
         self._slots = take.take_given_array("slots", "int32")
         self._vectors = take.take_given_array("vectors", "int64")
@@ -82,27 +84,35 @@ class ReadPlan:
         grow: Callable[[v.Expr, v.Expr], None] = lambda request, size: None,
     ) -> v.Expr:
         """Write the plan and return its number of requests; ``begin`` is told each request, its
-        first bundle's place in the list, and its byte of the file, ``grow`` how many bundles it
-        has now."""
+        first vector, and its byte of the file, ``grow`` how many vectors it has now."""
         request, size, following = v.Cell(T.int32(-1)), v.Cell(T.int32(0)), v.Cell(T.int32(-1))
+        vector = v.Cell(T.int32(0))
+
+        def add_vector(target: v.Expr) -> None:
+            v.store(self._vectors, v.wide(vector.get()) * 2, target, 1)
+            v.store(self._vectors, v.wide(vector.get()) * 2 + 1, self._stride, 1)
+            vector.set(vector.get() + 1)
+            size.set(size.get() + 1)
+
         with T.serial(self.count) as place:
             index = v.let(self._indices[place])
-            is_far = T.Or(index != following.get(), size.get() == self._most)
-            with T.If(T.Or(is_far, place == 0)), T.Then():
-                request.set(request.get() + 1)
-                size.set(T.int32(0))
-                offset = v.let(self._base + v.wide(index) * self._stride)
-                v.store(self._firsts, request.get(), place, 1)
-                v.store(self._offsets, request.get(), offset, 1)
-                begin(request.get(), place, offset)
-            size.set(size.get() + 1)
+            between = v.let(index - following.get())
+            is_far = T.Or(between > self._gap, size.get() + between >= self._most)
+            with T.If(T.Or(is_far, place == 0)):
+                with T.Then():
+                    request.set(request.get() + 1)
+                    size.set(T.int32(0))
+                    offset = v.let(self._base + v.wide(index) * self._stride)
+                    v.store(self._firsts, request.get(), vector.get(), 1)
+                    v.store(self._offsets, request.get(), offset, 1)
+                    begin(request.get(), v.let(vector.get()), offset)
+                with T.Else(), T.serial(between):
+                    add_vector(self._scratch)
+            add_vector(v.let(self._address + v.wide(self._slots[place]) * self._stride))
             following.set(index + 1)
             v.store(self._counts, request.get(), size.get(), 1)
             v.store(self._sizes, request.get(), v.wide(size.get()) * self._stride, 1)
             v.store(self._requests, place, request.get(), 1)
-            target = v.let(self._address + v.wide(self._slots[place]) * self._stride)
-            v.store(self._vectors, v.wide(place) * 2, target, 1)
-            v.store(self._vectors, v.wide(place) * 2 + 1, self._stride, 1)
             grow(request.get(), size.get())
         return v.let(request.get() + 1)
 
@@ -167,7 +177,6 @@ def emit_submit_reads(architecture: str, take: Parameters) -> None:
     ``vectors_address`` where ``vectors`` are.  ``found`` [4] becomes what `emit_drive_ring` says,
     and the number of requests."""
     plan = ReadPlan(take)
-    pending_value = take.take_number("pending", "int64")
     head = take.take_number("head", "int64")
     first_name = take.take_number("first_name", "int64")
     vectors = take.take_number("vectors_address", "int64")
@@ -178,11 +187,11 @@ def emit_submit_reads(architecture: str, take: Parameters) -> None:
     def store(request: v.Expr, word: int, value: v.Expr) -> None:
         v.store(ring.pool, (first + v.wide(request)) * ENTRY_WORDS + word, value, 1)
 
-    def begin(request: v.Expr, place: v.Expr, offset: v.Expr) -> None:
-        v.store(ring.results, first + v.wide(request), pending_value, 1)
+    def begin(request: v.Expr, vector: v.Expr, offset: v.Expr) -> None:
+        v.store(ring.results, first + v.wide(request), plan.pending, 1)
         store(request, 0, head)
         store(request, 1, offset)
-        store(request, 2, vectors + v.wide(place) * 16)
+        store(request, 2, vectors + v.wide(vector) * 16)
         store(request, 4, first_name + v.wide(request))
         for word in range(5, ENTRY_WORDS):
             store(request, word, T.int64(0))
@@ -195,7 +204,7 @@ def emit_submit_reads(architecture: str, take: Parameters) -> None:
         v.store(ring.results, first + v.wide(requests + left), T.int64(0), 1)
         store(requests + left, 0, T.int64(0))
     v.store(ring.control, RingControl.NAMED, first_name + v.wide(plan.count), 1)
-    ring.emit_drive(T.int32(0), T.int32(0), pending_value, found)
+    ring.emit_drive(T.int32(0), T.int32(0), plan.pending, found)
     v.store(found, 3, requests, 1)
 
 

@@ -243,7 +243,7 @@ class NeuronStream:
             first = stop
 
     def _plan(self, number: int) -> _Filling | None:
-        """What comes into buffer ``number``, as far as it is known what will be wanted."""
+        """Plan the next piece, into buffer ``number``; None if no piece is known to follow."""
         while not self._coming and self._next_layer < self._end:
             # A layer that is all in memory is passed over.
             pieces = self._divide(self._next_layer)[0]

@@ -20,9 +20,9 @@ from pi2.memory.bundle_files import (
 from pi2.memory.direct_files import BatchReads, DirectFiles
 from pi2.memory.host_loops import HostLoops
 from pi2.memory.io_engine import (
+    BundlePlaces,
     EngineName,
     IoEngine,
-    Merging,
     NullEngine,
     PreadEngine,
     ReadBatch,
@@ -110,7 +110,6 @@ class FlashReader:
         self.saved_bytes = 0
         """Bytes of up and down that were not read, because the gate was closed."""
         self._checks: NeuronChecks | None = None
-        self._scratch = np.empty(0, np.uint8)
         self._gate_bytes = settings.gate_bytes
         self.phases_fallback: str | None = None
         """Why gates are not read first, if the plan wants it."""
@@ -130,11 +129,10 @@ class FlashReader:
             checks = [file.read_checks() for file in files if file.read_checks is not None]
             assert len(checks) == len(files), "files without checks cannot be verified"
             self._checks = NeuronChecks(checks, loops)
-        self._merging = self._make_merging(settings.merge_gap)
+        self._places = self._list_places(settings.merge_gap)
 
     def _try_files(self) -> None:
-        """Compare sizes, and give up direct reads, or gates of their own, where they are
-        refused."""
+        """Compare sizes; give up direct reads, or gates of their own, if they are refused."""
         # A slot's content is overwritten before anybody uses it.
         room = self._arena[-1] if len(self._arena) else np.empty(0, np.uint8)
         for number, (file, fd) in enumerate(
@@ -171,49 +169,28 @@ class FlashReader:
         """Seconds of waiting for neurons."""
         return self.reads.waited_s
 
-    def _make_merging(self, gap: int) -> Merging:
-        if gap == 0 or not self._files:
-            return Merging()
-        stride = self._files[0].stride
-        room = np.zeros(stride + _PAGE, np.uint8)
-        start = -room.ctypes.data % _PAGE
-        self._scratch = room[start : start + stride]
-        return Merging(gap=gap, scratch=self._scratch.ctypes.data)
+    def _list_places(self, gap: int) -> list[BundlePlaces]:
+        """Places of the bundles of each layer."""
+        size = self._arena.shape[1]
+        room = np.zeros(size + _PAGE if gap else 0, np.uint8)
+        self._scratch = room[-room.ctypes.data % _PAGE :]
+        address, scratch = self._arena.ctypes.data, self._scratch.ctypes.data
+        return [
+            BundlePlaces(file.bundles_offset, file.stride, address, gap, scratch)
+            for file in self._files
+        ]
 
     def start(self, layer: int, indices: I32, slots: I32) -> PendingRead:
         """Begin to read bundles ``indices`` [n] (ascending) of ``layer`` into ``slots`` [n], or
         their gates; unchecked bundles are read whole."""
         start_s = 0.0 if self._observer is None else time.perf_counter()
-        file = self._files[layer]
-        assert file.stride == self._arena.shape[1]
-        engine = self._engine
-        if (
-            isinstance(engine, UringEngine)
-            and len(indices)
-            and not self._gate_bytes
-            and not self._merging.gap
-        ):
-            batch = engine.submit_bundles(
-                layer,
-                indices,
-                slots,
-                base=file.bundles_offset,
-                stride=file.stride,
-                address=self._address,
-            )
+        engine, places = self._engine, self._places[layer]
+        if isinstance(engine, UringEngine) and len(indices) and not self._gate_bytes:
+            batch = engine.submit_bundles(layer, indices, slots, places)
             clusters = self._divide(len(indices))
             clusters, batch.parts = divide_requests(clusters, batch.requests)
             return self._note_start(PendingRead(layer, indices, slots, clusters, batch), start_s)
-        batch = make_batch(
-            layer,
-            indices,
-            slots,
-            address=self._address,
-            base=file.bundles_offset,
-            stride=file.stride,
-            merging=self._merging,
-            loops=self._loops,
-        )
+        batch = make_batch(layer, indices, slots, self._loops, places)
         clusters = self._divide(len(indices))
         gates = None
         if len(indices):
@@ -342,8 +319,7 @@ class FlashReader:
         self.reads.read_bytes += room.nbytes
 
     def read_run(self, layer: int, first: int, room: U8) -> None:
-        """Do what `load_run` does in several threads at the same time; the caller counts the
-        bytes."""
+        """Read as `load_run`, in any thread; the caller counts the bytes."""
         self._read(layer, first, room)
         if self._checks is not None:
             slots = np.arange(len(room), dtype=np.int32)

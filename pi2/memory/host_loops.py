@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pi2.backends.compiler.runtime import Library
+    from pi2.memory.io_engine import BundlePlaces
     from pi2.memory.read_sieve import ReadLimits
 
 
@@ -116,18 +117,6 @@ class RingArrays(NamedTuple):
     """[p]."""
 
 
-class BundlePlaces(NamedTuple):
-    """Bundle i is at ``base + i stride`` of a file, slot s at ``address + s stride``."""
-
-    most: int
-    """Bundles of a request."""
-    base: int
-    stride: int
-    address: int
-    pending: int
-    """Result of a request that is not over."""
-
-
 class LayerPlace(NamedTuple):
     row: I32
     """[neurons]: slots, or -1."""
@@ -224,12 +213,13 @@ class HostLoops:
         self._masses: F64 = _align(np.zeros(MASSES, np.float64))
         found = {"found": library.wrap(self._found)}
         runs = "vectors firsts counts offsets"
-        plan = f"count most base stride address indices slots {runs} sizes requests"
+        numbers = "count base stride address gap scratch most pending"
+        plan = f"{numbers} indices slots {runs} sizes requests"
         self._read = library.bind("read_runs", f"fd start step requests {runs} results")
-        self._plan = library.bind("plan_reads", f"{plan} pending results", found)
+        self._plan = library.bind("plan_reads", f"{plan} results", found)
         self._submit = library.bind(
             "submit_reads",
-            f"{plan} pending head first_name vectors_address control words ring_slots pool results",
+            f"{plan} head first_name vectors_address control words ring_slots pool results",
             found,
         )
         self._fill = library.bind(
@@ -343,44 +333,30 @@ class HostLoops:
         return placed, seen, left
 
     def plan_reads(
-        self,
-        indices: I32,
-        slots: I32,
-        *,
-        most: int,
-        base: int,
-        stride: int,
-        address: int,
-        pending: int,
+        self, indices: I32, slots: I32, places: BundlePlaces
     ) -> tuple[I64, I32, I32, I64, I64, I32, I64]:
-        """Plan reads of bundles ``indices`` [b] (ascending), which lie at ``base + i stride`` of a
-        file, into ``slots`` [b] at ``address + slot stride``: neighbours, up to ``most`` of them,
-        are one request.
+        """Plan reads of bundles ``indices`` [b] (ascending) into ``slots`` [b]: neighbours, and
+        those with few others between them, are one request.
 
-        Returns vectors [b, 2], firsts [n], counts [n] and offsets [n] as `read_runs` takes them;
-        then bytes [n], the request of each bundle [b], and results [n], all ``pending``."""
-        count = len(indices)
-        vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
-        firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
-        offsets, sizes, results = (np.empty(count, np.int64) for _ in range(3))
-        if count == 0:
-            return vectors, firsts, counts, offsets, sizes, requests, results
-        numbers = (count, most, base, stride, address)
-        arrays = (vectors.reshape(-1), firsts, counts, offsets, sizes, requests)
-        self._plan(*numbers, indices, slots, *arrays, pending, results)
-        n = int(self._found[0])
-        return vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests, results[:n]
+        Returns vectors [v, 2], firsts [n], counts [n] and offsets [n] as `read_runs` takes them;
+        then bytes [n], the request of each bundle [b], and results [n], all pending."""
+        arrays, results = _make_plan(len(indices), places), np.empty(len(indices), np.int64)
+        if len(indices):
+            flat = arrays[0].reshape(-1), *arrays[1:]
+            self._plan(len(indices), *places, indices, slots, *flat, results)
+        planned = _cut_plan(arrays, int(self._found[0]) if len(indices) else 0)
+        return *planned, results[: len(planned[1])]
 
     def submit_reads(
         self,
         indices: I32,
         slots: I32,
         ring: RingArrays,
-        bundles: BundlePlaces,
+        places: BundlePlaces,
         *,
         head: int,
         first_name: int,
-    ) -> tuple[tuple[I64, I32, I32, I64, I64, I32], bool, bool]:
+    ) -> tuple[ReadPlan, bool, bool]:
         """Plan reads of b bundles as `plan_reads` does, and write their entries into the pool from
         the request ``first_name`` on. Submit entries as `drive_ring` does, as far as there is room.
 
@@ -388,16 +364,12 @@ class HostLoops:
         to a neighbour's have entries whose first word is 0, and results that are 0. Returns
         vectors, firsts, counts, offsets, sizes and requests, whether a system call has failed, and
         whether entries wait."""
-        count = len(indices)
-        vectors, requests = np.empty((count, 2), np.int64), np.empty(count, np.int32)
-        firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
-        offsets, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
-        plan = (indices, slots, vectors.reshape(-1), firsts, counts, offsets, sizes, requests)
-        names = (bundles.pending, head, first_name, vectors.ctypes.data)
-        self._submit(count, *bundles[:4], *plan, *names, *_flatten(ring))
-        failed, _, waits, n = self._found.tolist()[:4]
-        arrays = (vectors, firsts[:n], counts[:n], offsets[:n], sizes[:n], requests)
-        return arrays, bool(failed), bool(waits)
+        arrays = _make_plan(len(indices), places)
+        plan = (*places, indices, slots, arrays[0].reshape(-1), *arrays[1:])
+        names = (head, first_name, arrays[0].ctypes.data)
+        self._submit(len(indices), *plan, *names, *_flatten(ring))
+        failed, _, waits, count = self._found.tolist()[:4]
+        return _cut_plan(arrays, count), bool(failed), bool(waits)
 
     def fill_entries(
         self,
@@ -439,6 +411,23 @@ class HostLoops:
         if len(slots):
             self._check(len(slots), stride, arena.reshape(-1), slots, checks)
         return checks
+
+
+ReadPlan = tuple[I64, I32, I32, I64, I64, I32]
+"""Vectors, firsts, counts, offsets, sizes and requests of `HostLoops.plan_reads`."""
+
+
+def _make_plan(count: int, places: BundlePlaces) -> ReadPlan:
+    """Room for a plan of ``count`` bundles."""
+    vectors, requests = np.empty((count * (places.gap + 1), 2), np.int64), np.empty(count, np.int32)
+    firsts, counts = np.empty(count, np.int32), np.empty(count, np.int32)
+    return vectors, firsts, counts, np.empty(count, np.int64), np.empty(count, np.int64), requests
+
+
+def _cut_plan(plan: ReadPlan, count: int) -> ReadPlan:
+    """The part of a plan that its ``count`` requests have written."""
+    vectors, firsts, counts, offsets, sizes, requests = plan
+    return vectors, firsts[:count], counts[:count], offsets[:count], sizes[:count], requests
 
 
 def _flatten(ring: RingArrays) -> tuple[Raw, ...]:

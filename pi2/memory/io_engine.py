@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -56,69 +56,27 @@ class ReadBatch:
     content: Content = "neurons"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merging:
-    """What may become one read."""
+class BundlePlaces(NamedTuple):
+    """Bundle i is at ``base + i stride`` of a file, slot s at ``address + s stride``."""
 
+    base: int
+    stride: int
+    address: int
     gap: int = 0
-    """Most bundles between two wanted ones that are read and thrown away."""
+    """Most bundles between two wanted ones that are read with them, and thrown away."""
     scratch: int = 0
-    """Address of a bundle's room for unused bytes."""
+    """Address of a bundle's room for these."""
+    most: int = MOST_BUNDLES
+    """Bundles of a request."""
+    pending: int = PENDING
+    """Result of a request that is not over."""
 
 
 def make_batch(
-    file: int,
-    indices: I32,
-    slots: I32,
-    loops: HostLoops,
-    *,
-    address: int,
-    base: int,
-    stride: int,
-    merging: Merging | None = None,
+    file: int, indices: I32, slots: I32, loops: HostLoops, places: BundlePlaces
 ) -> ReadBatch:
-    """Plan reads of the bundles ``indices`` [b] (ascending) into ``slots`` [b], of which slot 0 is
-    at ``address``; ``loops`` do it in compiled code, unless gaps are read across.
-
-    Bundle i is at byte ``base + i stride``."""
-    if merging is None or not merging.gap:
-        arrays = loops.plan_reads(
-            indices,
-            slots,
-            most=MOST_BUNDLES,
-            base=base,
-            stride=stride,
-            address=address,
-            pending=PENDING,
-        )
-        return ReadBatch(file, *arrays)
-    # Whether a bundle begins a request: far from the one before it, or after MOST_BUNDLES.
-    begins = np.ones(len(indices), bool)
-    np.greater(indices[1:] - indices[:-1], merging.gap + 1, out=begins[1:])
-    (starts,) = begins.nonzero()
-    place = indices - indices.take(starts).repeat(np.diff(starts, append=len(indices)))
-    begins[1:] |= np.diff(place // MOST_BUNDLES) > 0
-    # Bundles between two wanted ones go to the scratch.
-    skipped = np.zeros(len(indices), np.int64)
-    skipped[1:] = np.where(begins[1:], 0, np.diff(indices) - 1)
-    places = np.arange(len(indices)) + np.cumsum(skipped)
-    total = len(indices) + int(skipped.sum())
-    vectors = np.empty((total, 2), np.int64)
-    vectors[:, 0], vectors[:, 1] = merging.scratch, stride
-    vectors[places, 0] = find_addresses(slots, address, stride)
-    starts = np.flatnonzero(begins)
-    firsts = places[starts].astype(np.int32)
-    counts = np.diff(firsts, append=np.int32(total)).astype(np.int32)
-    return ReadBatch(
-        file=file,
-        vectors=vectors,
-        firsts=firsts,
-        counts=counts,
-        offsets=indices[starts].astype(np.int64) * stride + base,
-        sizes=counts.astype(np.int64) * stride,
-        requests=(np.cumsum(begins) - 1).astype(np.int32),
-        results=np.full(len(starts), PENDING, np.int64),
-    )
+    """Plan reads of the bundles ``indices`` [b] (ascending) into ``slots`` [b]."""
+    return ReadBatch(file, *loops.plan_reads(indices, slots, places))
 
 
 def make_reads(

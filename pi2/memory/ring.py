@@ -22,7 +22,7 @@ class Filled(Protocol):
 
     @property
     def batch(self) -> ReadBatch | None:
-        """What reads them; None if nothing has to."""
+        """The reads that fill it; None if none has to."""
 
 
 Filling = TypeVar("Filling", bound=Filled)
@@ -35,7 +35,7 @@ class Ring(Generic[Filling]):
     def __init__(
         self, reads: BatchReads, slots: int, plan: Callable[[int], Filling | None]
     ) -> None:
-        """``plan`` says what a slot is filled with next; None, if nothing is known to follow."""
+        """``plan`` gives the next contents of a slot; None, if none are known to follow."""
         self._reads, self.slots, self._plan = reads, slots, plan
         self.ahead: deque[Filling] = deque()
         """Begun, in the order of their use; the first may be in use."""
@@ -54,7 +54,7 @@ class Ring(Generic[Filling]):
                 self._reads.submit(filling.batch)
 
     def release(self) -> None:
-        """Let the slot that was used first be filled again."""
+        """Fill the slot of the oldest contents again."""
         self.ahead.popleft()
         self.fill()
 

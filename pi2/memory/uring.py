@@ -19,8 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from pi2.arrays import I32, I64, U32
-from pi2.memory.host_loops import BundlePlaces, HostLoops, RingArrays, RingControl
-from pi2.memory.io_engine import MOST_BUNDLES, PENDING, EngineName, IoEngine, PreadEngine, ReadBatch
+from pi2.memory.host_loops import HostLoops, RingArrays, RingControl
+from pi2.memory.io_engine import PENDING, BundlePlaces, EngineName, IoEngine, PreadEngine, ReadBatch
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 """System calls: the same numbers on x86-64 and aarch64."""
@@ -279,10 +279,10 @@ class UringEngine:
         self._drive(0, 0)
 
     def submit_bundles(
-        self, file: int, indices: I32, slots: I32, *, base: int, stride: int, address: int
+        self, file: int, indices: I32, slots: I32, places: BundlePlaces
     ) -> ReadBatch:
-        """Plan reads as `pi2.memory.io_engine.make_batch` does, without gaps, and submit them, in
-        one compiled call; there is at least one."""
+        """Plan reads as `pi2.memory.io_engine.make_batch` does, and submit them, in one compiled
+        call; there is at least one."""
         self._follow_caller()
         ring, count = self._ring, len(indices)
         first = self._make_room(int(ring.control[RingControl.NAMED]), count)
@@ -297,7 +297,7 @@ class UringEngine:
                 indices,
                 slots,
                 self._list_arrays(),
-                BundlePlaces(MOST_BUNDLES, base, stride, address, PENDING),
+                places,
                 head=_READV | _FIXED_FILE | file << 32,
                 first_name=first,
             )

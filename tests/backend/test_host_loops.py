@@ -22,7 +22,7 @@ from pi2.memory.bundle_files import BundleFile
 from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import FlashReader, ReadSettings
 from pi2.memory.host_loops import HostSpec, RingControl, choose_checks
-from pi2.memory.io_engine import MOST_BUNDLES, make_batch
+from pi2.memory.io_engine import MOST_BUNDLES, BundlePlaces, make_batch
 from pi2.memory.policy import expect_uses
 from pi2.memory.read_sieve import ReadSieve
 from pi2.progress import ignore_progress
@@ -83,7 +83,7 @@ def test_a_compiled_look_up_leaves_out_what_the_sieve_does(
 def test_neighbours_are_one_request(wanted: list[int]) -> None:
     slots = np.arange(len(wanted), dtype=np.int32)[::-1].copy()
     place: dict[str, Any] = {"address": 1 << 40, "base": 4096, "stride": 7168}
-    batch = make_batch(3, np.array(wanted, np.int32), slots, make_loops(), **place)
+    batch = make_batch(3, np.array(wanted, np.int32), slots, make_loops(), BundlePlaces(**place))
     assert (batch.vectors[:, 0] == (1 << 40) + 7168 * slots.astype(np.int64)).all()
     assert (batch.vectors[:, 1] == 7168).all() and batch.counts.sum() == len(wanted)
     runs = [
@@ -143,7 +143,7 @@ def test_reads_are_planned_and_submitted_in_one_call(tmp_path: Path) -> None:
     slots = np.random.default_rng(0).permutation(128)[: len(wanted)].astype(np.int32)
     address = reader._arena.ctypes.data
     place: dict[str, Any] = {"address": address, "base": 4096, "stride": 512}
-    expected = make_batch(0, wanted, slots, make_loops(), **place)
+    expected = make_batch(0, wanted, slots, make_loops(), BundlePlaces(**place))
     for _ in range(2):
         pending = reader.start(0, wanted, slots)
         batch = pending.batch

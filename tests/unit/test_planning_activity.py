@@ -22,7 +22,7 @@ from pi2.costs.constants import Constants
 from pi2.costs.hotness import CLASSES, _expect_counts
 from pi2.importing.conversion_job import group_experts
 from pi2.memory.cache import NeuronCache
-from pi2.memory.io_engine import Merging, make_batch
+from pi2.memory.io_engine import BundlePlaces, make_batch
 from pi2.memory.policy import expect_uses
 from pi2.memory.read_sieve import ReadSieve
 from tests.helpers.kernels import make_loops
@@ -133,14 +133,8 @@ def count_requests(activity: LayerActivity, hot: float, cold: float, gap: int) -
         wanted = np.flatnonzero(chosen & (random.random(NEURONS) < chances)).astype(np.int32)
         found = cache.look_up(0, wanted)
         if token >= warm and len(found.missing):
-            slots, merging = np.zeros(len(found.missing), np.int32), Merging(gap=gap)
-            batch = make_batch(
-                *(0, found.missing, slots, make_loops()),
-                address=0,
-                base=0,
-                stride=1,
-                merging=merging,
-            )
+            slots, places = np.zeros(len(found.missing), np.int32), BundlePlaces(0, 1, 0, gap)
+            batch = make_batch(0, found.missing, slots, make_loops(), places)
             missing += len(found.missing)
             requests += len(batch.firsts)
             read += int(batch.sizes.sum())
