@@ -18,13 +18,8 @@ from pi2.importing.gguf_tokens import CUTS
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.quantize import Wish, quantize_checkpoint
 from tests.helpers.gguf_tensors import permute
-from tests.helpers.goldens import (
-    UNROUNDED,
-    copy_checkpoint,
-    list_goldens,
-    measure_error,
-    read_golden,
-)
+from tests.helpers.goldens import UNROUNDED, copy_checkpoint, measure_error, read_golden
+from tests.helpers.tables import in_table
 from tests.helpers.whole_files import NEAR, make_file
 
 GOLDEN_TOKENIZERS = Path(__file__).parents[1] / "golden/gguf_tokenizers.json"
@@ -41,13 +36,7 @@ def make(name: str, folder: Path) -> Path:
     return make_file(copy_checkpoint(name, folder / "checkpoint"), folder / "made.gguf")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in LAYOUTS else pytest.mark.slow)
-        for name in list_goldens()
-    ],
-)
+@in_table
 def test_files_of_golden_checkpoints_give_their_logits(name: str, tmp_path: Path) -> None:
     golden = read_golden(name)
     with pi2.load(make(name, tmp_path), set={**UNROUNDED, "kv.context": 64}) as model:

@@ -31,13 +31,7 @@ from tests.helpers.slow import keep_quick, mark_slow
 from tests.helpers.tables import in_table
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (1384.2, "1384"), (1e7, "10000000"), (13.84, "13.8"), (10.0, "10"), (9.996, "10"),
-        (0.0123, "0.0123"), (0.0000123, "0.0000123"), (0.0, "0"), (-0.0, "0"), (-13.84, "-13.8"),
-    ],
-)  # fmt: skip
+@in_table
 def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> None:
     assert approximate_number(value) == text
 
@@ -54,13 +48,7 @@ def test_a_share_is_never_minus_nothing() -> None:
     assert approximate_share(-0.0001, 1) == "0.0%"
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (6 * 10**9, "6 GB"), (19 * 10**9, "19 GB"), (3 * 2**29, "1.5 GiB"), (2**30, "1 GiB"),
-        (512, "512 B"), (500 * 2**10, "500 KiB"), (10**12, "1 TB"),
-    ],
-)  # fmt: skip
+@in_table
 def test_sizes_are_written_exactly_in_the_unit_with_the_fewest_digits(size: int, text: str) -> None:
     assert format_bytes(size) == text
 

@@ -22,6 +22,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_tensors import list_settings, translate
 from tests.helpers.models import draw_weights, make_model
+from tests.helpers.tables import in_table
 
 GATE = "blk.1.ffn_gate.weight"
 
@@ -249,13 +250,7 @@ def test_a_file_may_have_any_name(job: Job) -> None:
     assert open_checkpoint(renamed).files == (renamed,)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *(".attention.key_length", ".attention.head_count_kv", ".attention.sliding_window"),
-        ".rope.dimension_count",
-    ],
-)
+@in_table
 def test_a_size_of_nothing(job: Job, key: str) -> None:
     state(key, 0)(job)
     if key == ".attention.sliding_window":

@@ -19,6 +19,7 @@ from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import format_path
 from tests.helpers.programs import Ask
+from tests.helpers.tables import in_table
 from tools import write_rule_docs
 
 ROOT = Path(__file__).parents[2]
@@ -167,13 +168,7 @@ def test_explain_lists_all_codes(ask: Ask) -> None:
     assert "P210  Split shares do not add up to 1." in lines
 
 
-@pytest.mark.parametrize(
-    ("code", "near"),
-    [
-        *((code, 'P210 ("Split shares') for code in ("P2100", "210", "shares")),
-        ("\x1bzzz", "`pi2 explain` lists all codes"),
-    ],
-)
+@in_table
 def test_an_unknown_code_gets_near_ones(code: str, near: str, ask: Ask) -> None:
     error = ask(["explain", code], 2).err
     assert error.startswith("error[P018]: there is no code '") and near in error

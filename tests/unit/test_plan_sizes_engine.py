@@ -8,7 +8,7 @@ import pi2
 from pi2.fitting.check import load_plan
 from tests.helpers.goldens import EXACT as EXPLICIT
 from tests.helpers.goldens import UNROUNDED, check_arrays, make_golden_plan, read_golden
-from tests.helpers.slow import mark_slow
+from tests.helpers.tables import in_table
 
 EXACT = ("attention", "kv", "predictor", "hot")
 
@@ -42,13 +42,7 @@ def test_what_rounds_nothing_takes_what_the_plan_counts(backend: str, plan: Path
         assert needs.workspace.bytes > load_plan(plan).needs.workspace.bytes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gemma3n", "gemma4-moe", "starcoder2-odd-widths"),
-        *map(mark_slow, ("gemma4", "qwen2-moe", "phi", "llama4", "nemotron-h-blocks")),
-    ],
-)
+@in_table
 def test_families_take_no_more_than_the_plan_counts(name: str, tmp_path: Path) -> None:
     golden = read_golden(name)
     plan = make_golden_plan(name, tmp_path, EXPLICIT, {"backends": {"cpu": "cpu"}})

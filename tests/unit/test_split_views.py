@@ -17,6 +17,7 @@ from pi2.plan.toml.text import write_value
 from pi2.progress import ignore_progress
 from tests.helpers.models import TinyModel, make_tiny
 from tests.helpers.plans import write_plan
+from tests.helpers.tables import in_table
 
 Capture = pytest.CaptureFixture[str]
 TWO: dict[str, Any] = {
@@ -91,13 +92,7 @@ def test_waiting_for_rows_of_projections_is_no_python(plan: Path) -> None:
     assert summary.unit_wait_s > 0.0
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "layers.split", "layers.batches", "projections.head", "prefill.unit", "memory.units",
-        "units.second",
-    ],
-)  # fmt: skip
+@in_table
 def test_explain_says_what_a_split_costs(plan: Path, capsys: Capture, key: str) -> None:
     settings = {"prefill.unit": "second"}
     path = extend(plan, "apart", TWO, APART, settings)

@@ -19,6 +19,7 @@ from synthesis.recipe import Recipe, check_recipe
 from synthesis.statistics import average_layers
 from tests.helpers.models import make_model, make_tiny
 from tests.helpers.synthetic_stores import SHAPE, hash_store
+from tests.helpers.tables import in_table
 
 
 def make(activation: str = "drelu", **changes: Any) -> Model:
@@ -36,13 +37,7 @@ def measure(folder: Path, model: Model, recipe: Recipe) -> Measurement:
     return measure_store(synthesize(folder, model, recipe), model, tokens=192)
 
 
-@pytest.mark.parametrize(
-    ("activation", "active", "skew"),
-    [
-        ("drelu", 0.10, 0.26), ("drelu", 0.10, 0.43), ("relu", 0.10, 0.26), ("relu", 0.30, 0.43),
-        ("fatrelu", 0.10, 0.26), ("relu2", 0.05, 0.26),
-    ],
-)  # fmt: skip
+@in_table
 def test_what_is_measured_is_what_was_asked_for(
     tmp_path: Path, activation: str, active: float, skew: float
 ) -> None:

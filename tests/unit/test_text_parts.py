@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from safetensors.numpy import load_file, save_file
 
 from pi2.importing.checkpoint import open_checkpoint
@@ -82,13 +81,7 @@ def test_positions_of_three_numbers_are_plain_where_there_is_text_alone(tmp_path
     assert describe(describe_checkpoint(checkpoint).model) == describe(plain)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "is_turned"),
-    [
-        *(("qwen3-moe", "qwen3_vl_moe", is_turned) for is_turned in (True, False)),
-        ("qwen3-5-moe", "qwen3_5_moe", False),
-    ],
-)
+@in_table
 def test_experts_in_one_tensor_in_either_order_give_the_store_of_a_tensor_for_each(
     tmp_path: Path, name: str, kind: str, is_turned: bool
 ) -> None:

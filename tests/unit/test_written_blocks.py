@@ -15,6 +15,7 @@ from pi2.plan.reading.block_entries import choose_layers, describe_layers
 from pi2.plan.reading.references import list_shipped
 from tests.helpers.goldens import copy_checkpoint
 from tests.helpers.models import MIXTURE, make_model
+from tests.helpers.tables import in_table
 
 SHIPPED = list_shipped("model")
 GOLDENS = (
@@ -56,13 +57,7 @@ def test_a_described_checkpoint_is_written_as_blocks_that_mean_the_same(
     check_round_trip(made.model, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "layers"),
-    [
-        ("3::4", [3, 7]), ("-2:", [8, 9]), (":", list(range(10))), ("0, 2, -1", [0, 2, 9]),
-        ("1-3,7-8", [1, 2, 3, 7, 8]), ("8:3", []),
-    ],
-)  # fmt: skip
+@in_table
 def test_layers_are_numbers_ranges_and_slices(text: str, layers: list[int]) -> None:
     assert choose_layers(text, 10) == layers
 
