@@ -1,21 +1,49 @@
 """Every instruction of a program, by compiled kernels of each processor next to numpy's line."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pi2.backends.blocks.contract import ATTENTION, COMMON, FIELDS, INDEX, BlockSpec
+from pi2.backends.blocks.contract import (
+    ATTENTION,
+    COMMON,
+    FIELDS,
+    INDEX,
+    ROUTING,
+    STATES,
+    BlockSpec,
+)
 from pi2.backends.blocks.program import Program
 from pi2.backends.blocks.unpacking import list_unpackings
 from tests.helpers.aarch64 import ARM_FEATURES, needs_emulator
 from tests.helpers.blocks import ArmKernels, Kernels, Numpy, Runner
-from tests.helpers.instruction_cases import BOUNDS, CASES, LIBRARIES, Case, Draw
+from tests.helpers.instruction_cases import (
+    BOUNDS,
+    KV_COUNTS,
+    LIBRARIES,
+    Case,
+    Draw,
+    list_attention,
+    list_common,
+    list_index,
+    list_routing,
+)
 from tests.helpers.kernels import list_runnable_isas
 from tests.helpers.product_cases import list_products
+from tests.helpers.state_cases import list_states
 
+CASES: Mapping[str, Callable[[Draw], Iterator[Case]]] = {
+    **{f"{ATTENTION} {kind}": partial(list_attention, kind) for kind in KV_COUNTS},
+    **{f"{INDEX} {kind}": partial(list_index, kind) for kind in KV_COUNTS},
+    COMMON: list_common,
+    ROUTING: list_routing,
+    STATES: list_states,
+}
+"""Cases of each library of no format."""
 FORMATS = sorted(list_unpackings())
 WAYS = (*CASES, "f16", "q8_0", "q4_k", "q6_k", "iq4_nl", "iq2_s", "iq1_m", "nvfp4", "q1_0", "q2_0")
 """Each way of reading codes and scales: other formats add nothing that is one processor's."""

@@ -1,6 +1,5 @@
 """A plan has one name in every command: pulled models, shipped plans, checkpoints and files."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.loading import list_names
 from pi2.plan.reading.references import list_shipped
-from pi2.pulled_models import PulledModel, Source, list_models
+from pi2.pulled_models import PulledModel, Source
 from tests.helpers.compiling import use_own_data
-from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.programs import Ask
-from tests.helpers.slow import keep_quick
 
 
 @pytest.fixture(autouse=True)
@@ -41,63 +38,6 @@ def test_every_shipped_plan_has_its_name() -> None:
     for name, path in shipped.items():
         assert find_plan_path(Path(name)) == find_document_path(Path(name)) == path
     assert set(shipped) <= set(list_names())
-
-
-@pytest.fixture
-def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A GGUF file that runs as it is: itself, a short plan that names it, and a pulled folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".git").mkdir()
-    write_random_gguf(tmp_path, {"hidden": 256, "ffn": 4096, "layers": 4, "context": 512})
-    short = 'schema_version = 3\nweights = "model.gguf"\nname = "short"\n'
-    (tmp_path / "short.plan.toml").write_text(short)
-    (tmp_path / "pulled").mkdir()
-    os.link(tmp_path / "model.gguf", tmp_path / "pulled/model.gguf")
-    (tmp_path / "pulled/default.plan.toml").write_text(short)
-    return {"file": "model.gguf", "plan": "short.plan.toml", "folder": "pulled"}
-
-
-PHONE = ["--set", "device=oneplus-12"]
-FORMS = ["file", "plan", "folder"]
-
-
-@pytest.mark.parametrize("form", keep_quick(FORMS, ["plan"]))
-def test_a_gguf_file_is_a_plan_in_every_command_and_never_converted(
-    form: str, forms: dict[str, str]
-) -> None:
-    name = forms[form]
-    for command in (
-        ["validate", name],
-        ["show", name],
-        ["explain", "kv.context", name],
-        ["explain", name, "--cost", "--memory", "105MiB", *PHONE],
-        ["simulate", name, "--tokens", "4", *PHONE],
-        ["fit", name, "--memory", "105MiB", "-o", "fitted.plan.toml"],
-        ["diff", name, "fitted.plan.toml"],
-    ):
-        assert run(command) == 0, command
-    assert list_models() == []
-
-
-@pytest.mark.parametrize("form", keep_quick(FORMS, ["file"]))
-def test_a_gguf_file_is_planned_for_as_it_is(form: str, forms: dict[str, str], ask: Ask) -> None:
-    wish = ["plan", forms[form], "--memory", "105MiB", "--device", "oneplus-12"]
-    shown = ask([*wish, "--context", "256", "--exact", "-o", "made/my.plan.toml"]).out
-    assert "MiB are read for every step" in shown and "KV cache: 128 KiB for 256 tokens" in shown
-    assert "Drafts: 6 tokens" in shown and "Android 17 limits anonymous memory" in shown
-    assert "tokens/s without drafts, bound by the disk" in shown
-    text = Path("made/my.plan.toml").read_text()
-    assert all(f"# {line}" in text for line in shown.splitlines())
-    source = {
-        "file": 'weights = "../model.gguf"',
-        "plan": 'extends = ["../short.plan.toml"]',
-        "folder": 'extends = ["../pulled/default.plan.toml"]',
-    }
-    assert source[form] in text and 'budget = "105 MiB"' in text and "context = 256" in text
-    assert run(["validate", "made/my.plan.toml", "--strict"]) == 0
-    here = ["--set", "device=host"]
-    assert run(["run", "made/my.plan.toml", "-p", "hello", "-n", "2", *here]) == 0
-    assert list_models() == []
 
 
 def test_a_name_that_nothing_has_leads_to_names_that_are_near(

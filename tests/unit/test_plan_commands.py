@@ -14,7 +14,11 @@ from pi2.cli.main import run, wants_colour
 from tests.helpers.programs import Ask, start_pi2, start_python
 
 Patch = pytest.MonkeyPatch
+
+
 ROOT = Path(__file__).parents[2]
+
+
 DEMO = "plans/demo.plan.toml"
 
 
@@ -137,3 +141,27 @@ def test_colours_are_for_terminals(monkeypatch: Patch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour(Terminal())  # type: ignore[arg-type]
     assert not wants_colour(sys.__stdin__)  # type: ignore[arg-type]
+
+
+BROKEN = Path(__file__).parents[1] / "plans/broken/shares-above-one.plan.toml"
+
+
+def validate(*arguments: str) -> int:
+    return run(["validate", str(BROKEN), "--format", "json", *arguments])
+
+
+def test_a_link_stays_a_link_to_a_report_without_colours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi2.cli.main.wants_colour", lambda stream: True)
+    target, link = tmp_path / "report.txt", tmp_path / "link.txt"
+    link.symlink_to(target)
+    assert run(["validate", str(BROKEN), "-o", str(link)]) == 1
+    assert link.is_symlink() and "P210" in target.read_text("utf-8")
+    assert "\x1b" not in target.read_text("utf-8")
+
+
+def test_a_pipe_gets_the_report() -> None:
+    done = start_pi2("validate", str(BROKEN), "-o", "/dev/stdout")
+    assert done.returncode == 1 and done.stdout.startswith("error[P210]")
+    assert os.path.lexists("/dev/stdout")
