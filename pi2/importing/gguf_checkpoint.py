@@ -17,6 +17,7 @@ from pi2.importing.config import list_beginnings, make_generation_config, rename
 from pi2.importing.decoded_tensor import refuse_shape, unfold_norm
 from pi2.importing.families import list_families
 from pi2.importing.gguf_architectures import (
+    POSITIONS,
     Names,
     choose_names,
     find_architecture,
@@ -24,10 +25,10 @@ from pi2.importing.gguf_architectures import (
     list_architectures,
     make_config,
     name_in_file,
+    scale_positions,
 )
 from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
-from pi2.importing.gguf_metadata import POSITIONS, Metadata, scale_positions
-from pi2.importing.gguf_statements import find_unread
+from pi2.importing.gguf_metadata import Metadata, find_unread
 from pi2.importing.gguf_tensors import (
     join_heads,
     make_tensor,

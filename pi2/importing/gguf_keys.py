@@ -18,7 +18,7 @@ import tomli
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.config import GGUF_SAMPLING
-from pi2.importing.gguf_statements import ModelNames
+from pi2.importing.gguf_metadata import ModelNames
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, parse_config
 from pi2.importing.gguf_tokens import (
     BYTE,

@@ -1,20 +1,20 @@
-"""What GGUF files state, what expressions of families' documents make of it, and the scaling of
-positions that tensors tell."""
+"""What GGUF files state, read with care and held against the model that was made of it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli
 
-from pi2.arrays import F32
-from pi2.diagnostics import UserError
-from pi2.importing.config import ROTATED_SHARE, TURN_FACTOR
-from pi2.importing.safetensors_file import SourceTensor
-from pi2.plan.toml.expressions import evaluate, is_expression, list_names, parse_expression
+from pi2.diagnostics import Diagnostic, UserError
+from pi2.importing.config import ACTIVATIONS
+from pi2.model.blocks import list_turns
+from pi2.plan.documents.model import Model
+from pi2.plan.toml.expressions import evaluate, parse_expression
 
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -128,226 +128,182 @@ class Metadata:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What names mean in an expression: keys of a file, and of the configuration so far."""
+_PATTERN = "attention.sliding_window_pattern"
 
-    metadata: Metadata
-    config: dict[str, Any]
-    tensors: Mapping[str, SourceTensor]
-    """By their names in the original."""
-    layer: str
-    """How names of a layer's tensors begin there."""
+
+@cache
+def read_statements() -> Mapping[str, Any]:
+    """What gguf_metadata.toml says of keys."""
+    return tomli.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def list_idle(metadata: Metadata, model: Model) -> dict[str, str]:
+    """Keys after the architecture's name that change nothing in ``model``, with the reasons."""
+    said, names = read_statements(), _name_value(metadata, model)
+    known = {key.removeprefix(f"{metadata.architecture}.") for key in metadata.used}
+    known |= {*said["compared"], "expert_feed_forward_length"}
+    idle: dict[str, str] = dict(said["idle"])
+    for table in said["idle_if"]:
+        if _hold(names, table["test"]):
+            begins = tuple(table.get("begins", ()))
+            keys = {*table.get("keys", ()), *(key for key in known if key.startswith(begins))}
+            idle |= dict.fromkeys(keys.difference(table.get("except", ())), table["reason"])
+    return idle
+
+
+def _states_no_window(metadata: Metadata) -> bool:
+    width, pattern = (
+        metadata.values.get(f"{metadata.architecture}.{key}")
+        for key in ("attention.sliding_window", _PATTERN)
+    )
+    if isinstance(pattern, np.ndarray):
+        return width == 0 or not pattern.any()
+    return width == 0 or pattern == 1
+
+
+_OTHERS = ("adapter.", "xielu.")
+"""Prefixes of keys, outside of the architecture's, that belong to its computation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """What names mean in expressions of a model: keys of its document, and ``own`` ones."""
+
+    model: Model
+    own: Mapping[str, Any]
+    functions: Mapping[str, Callable[..., Any]]
+    """What expressions may call: these names come before the arguments."""
 
     @property
     def layers(self) -> int:
-        layers: int = self.config["num_hidden_layers"]
-        return layers
+        return self.model.shape.layers
+
+    def compute(self, text: str) -> Any:
+        return evaluate(parse_expression(text), self)
 
     def find(self, name: str) -> Any:
-        start, _, own = name.partition(".")
-        if start != "config":
-            return self.metadata.find(name)
-        found: Any = self.config
-        for part in own.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
+        start, *rest = name.split(".")
+        found: Any = self.own[start] if start in self.own else getattr(self.model, start, None)
+        for part in rest:
+            found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
         return found
 
     def call(self, name: str, arguments: list[Any]) -> Any:
-        return _FUNCTIONS[name](self, *arguments)
-
-    def compute(self, text: str) -> Any:
-        """The value of a family's expression; `UserError` P532 where the file lacks a key of it."""
-        tree, metadata = parse_expression(text), self.metadata
-        try:
-            return evaluate(tree, self)
-        except (TypeError, ValueError, ArithmeticError, LookupError):
-            own = [name for name in list_names(tree) if not name.startswith("config.")]
-            values = {name: self.find(name) for name in own}
-            stated = (f"{metadata.architecture}.{name} is {values[name]!r}" for name in values)
-            missing = (
-                f"it does not state {metadata.architecture}.{n}"
-                for n in values
-                if values[n] is None
-            )
-            problem = next(missing, f"{' and '.join(stated)}, which makes no {text.strip('= ')}")
-            raise metadata.refuse(problem) from None
-
-    def state(self, keys: Mapping[str, list[Any]]) -> None:
-        """Put ``keys`` of a family's document into the configuration; one of a table that the
-        configuration has not is left out.  Raises as `compute` and `Metadata.read`."""
-        for name, (own, *default) in keys.items():
-            place, _, key = name.rpartition(".")
-            target = self.find(f"config.{place}") if place else self.config
-            if target is not None:
-                target[key] = self._read(own, *default)
-
-    def _read(self, own: str, default: Any = None) -> Any:
-        if is_expression(own):
-            return self.compute(own)
-        path = f"{{arch}}.{own}"
-        if is_expression(default):
-            default = self.compute(default)
-        if default is None:
-            return self.metadata.read_count(path)
-        return self.metadata.read(path, type(default), default)
+        return self.functions[name](self, *arguments)
 
 
-def _count(scope: Scope, whole: int, parts: int = 1) -> int:
-    """A number of 1 or more, of each of ``parts``."""
-    if whole < 1 or whole % parts:
-        raise ValueError
-    return whole // parts
+def _name_value(metadata: Metadata, model: Model, value: Any = None) -> ModelNames:
+    """What names mean in gguf_metadata.toml."""
+    return ModelNames(model, {"metadata": metadata, "value": value}, _FUNCTIONS)
 
 
-def _list(scope: Scope, key: str, count: int | None = None) -> list[Any] | None:
-    """What a key has for every layer, or ``count`` values; one counts for all layers."""
-    path = key if key in scope.metadata.values else f"{{arch}}.{key}"
-    found = scope.metadata.read_list(path, scope.layers if count is None else count, "biuf")
-    one = scope.metadata.find(key) if found is None else None
-    return found if one is None else [one] * scope.layers
+def _hold(names: ModelNames, test: str) -> bool:
+    try:
+        return bool(names.compute(test))
+    except TypeError:  # a value of another type
+        return False
 
 
-def _has(scope: Scope, end: str, layer: int | None = None) -> bool:
-    """Whether the name of a tensor ends so, or a ``layer`` has one of that name."""
-    if layer is None:
-        return any(name.endswith(end) for name in scope.tensors)
-    return scope.layer.replace("{layer}", str(layer)) + end in scope.tensors
+def _is_one_of(names: ModelNames, value: Any, known: Iterable[Any]) -> bool:
+    return any(_is_same(own, value) for own in known)
 
 
-def _count_rows(scope: Scope, end: str) -> int | None:
-    """Rows of the first tensor whose name ends so."""
-    found = (own.shape[0] for name, own in scope.tensors.items() if name.endswith(end))
-    return next(found, None)
-
-
-def _find_share(scope: Scope, deviations: float) -> float:
-    """The share of a normal distribution below so many standard deviations above its mean."""
-    from statistics import NormalDist
-
-    if not deviations < math.inf:
-        raise ValueError
-    # Files have 32 bits of what people wrote in decimals; below -infinity lies nothing.
-    return round(NormalDist().cdf(deviations), 6)
+def _list_bases(names: ModelNames) -> list[float]:
+    # Of the model's own positions no layer may be left.
+    return [names.model.rope.theta, *(rope.theta for rope, _ in list_turns(names.model))]
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "count": _count,
-    "first": lambda scope, *values: next((own for own in values if own is not None), None),
-    "has": _has,
-    "listed": _list,
-    "rows": _count_rows,
-    "share_below": _find_share,
-    "softplus": lambda scope, number: float(np.logaddexp(number, 0)),
+    "bases": _list_bases,
+    "has_router": lambda names, layer: names.model.blocks[layer].ffn.has_router,
+    "is_one_of": _is_one_of,
+    "is_stated": lambda names, key: names.own["metadata"].has(f"{{arch}}.{key}"),
+    "name_activation": lambda names, value: ACTIVATIONS.get(value),
+    "rotated": lambda names: [rope.count_rotated(width) for rope, width in list_turns(names.model)],
+    "same": lambda names, found, stated: _is_same(found, stated),
+    "states": lambda names, key, value: names.own["metadata"].find(key) == value,
+    "states_no_window": lambda names: _states_no_window(names.own["metadata"]),
+    "turns_nothing": lambda names: all(r.kind == "none" for r, _ in list_turns(names.model)),
+    "was_read": lambda names, key: names.own["metadata"].has_read(key),
+    "scales": lambda names: [width**-0.5 for _, width in list_turns(names.model)],
 }
-"""What expressions of `gguf` tables may call."""
 
 
-_FREQUENCIES = "rope_freqs.weight"
-_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-_LONG_FAMILIES = ("granite", "minicpm3", "phi3", "phimoe")
-"""Families with LongRoPE; as Granite pi2 reads MiniCPM."""
-POSITIONS = (_FREQUENCIES, _LONG, _SHORT)
-"""Tensors that `scale_positions` reads."""
+def find_unread(metadata: Metadata, model: Model) -> Iterator[Diagnostic]:
+    """P537 for every key whose value ``model`` does not have, and P544 for every key that is not
+    read and may change results."""
+    kind = metadata.values.get("general.type", "model")
+    if kind != "model":
+        yield _refuse(metadata, "general.type", kind)
+    idle, said = list_idle(metadata, model), read_statements()
+    for key, value in metadata.values.items():
+        own = key.removeprefix(f"{metadata.architecture}.")
+        if own == key:
+            if key.startswith(_OTHERS) and key not in metadata.used:
+                yield _refuse(metadata, key, value)
+            continue
+        if own in idle:
+            continue
+        if own in said["compared"] and not _is_nothing(value):
+            path, *tests = said["compared"][own]
+            test = tests[0] if tests else f"same({path}, value)"
+            items = (_name_value(metadata, model, item) for item in _list_values(value))
+            if not all(_hold(names, test) for names in items):
+                yield _contradict(metadata, model, key, value, path)
+        elif own in said["compared"] or key in metadata.used:
+            continue
+        elif not all(
+            any(_is_same(item, n) for n in said["neutral"].get(own, ()))
+            for item in _list_values(value)
+        ):
+            yield _refuse(metadata, key, value)
 
 
-def scale_positions(
-    config: dict[str, Any], metadata: Metadata, read: Callable[[str], F32 | None]
-) -> None:
-    """State the scaling in ``config``; ``read`` gives a tensor [pairs] or None. P544, P532."""
-    divisors = read(_FREQUENCIES)
-    stated = config.get("rope_scaling")
-    if divisors is not None and not _scale(config, divisors):
-        raise _refuse(metadata.file, _FREQUENCIES)
-    if stated is not None and config["rope_scaling"] is not stated:
-        raise _refuse_both(metadata, _FREQUENCIES)
-    long, short = read(_LONG), read(_SHORT)
-    if long is None and short is None:
-        return
-    if long is None or short is None or config["model_type"] not in _LONG_FAMILIES:
-        raise _refuse(metadata.file, _SHORT if long is None else _LONG)
-    if stated is not None and (stated["rope_type"], stated["factor"]) != ("longrope", 1.0):
-        raise _refuse_both(metadata, _LONG)
-    context = metadata.read_count("{arch}.rope.scaling.original_context_length")
-    scaling: dict[str, Any] = {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": context,
-        # Files have 32 bits of what people wrote in decimals.
-        "long_factor": [float(str(number)) for number in long],
-        "short_factor": [float(str(number)) for number in short],
-    }
-    if metadata.has("{arch}.rope.scaling.attn_factor"):
-        # It is all that they are multiplied by.
-        scaling["attention_factor"] = config.pop(TURN_FACTOR)
-    config |= {"rope_scaling": scaling, "original_max_position_embeddings": context}
-
-
-def _refuse_both(metadata: Metadata, name: str) -> UserError:
-    return metadata.refuse(
-        f"{metadata.architecture}.rope.scaling scales positions, and so does tensor {name!r}"
+def _contradict(metadata: Metadata, model: Model, key: str, value: Any, path: str) -> Diagnostic:
+    has = _name_value(metadata, model).find(path)
+    return Diagnostic(
+        code="P537",
+        message=(
+            f"{key} is {_show(value)} in {metadata.file}, but {path} is {has!r} in the model that "
+            "pi2 knows by this architecture"
+        ),
+        help="convert the original checkpoint, or write the model document by hand and give "
+        "--model",
     )
 
 
-_STILL = 1e20
-"""Divisors of frequencies from here on turn nothing."""
-
-
-def _scale(config: dict[str, Any], divisors: F32) -> bool:
-    """State in a configuration what divisors of frequencies [pairs] say; whether that is known."""
-    full = config.get("rope_parameters", {}).get("full_attention", {})
-    if full.get("rope_type") != "proportional":
-        return scale_llama3(config, divisors)
-    turning = int(np.count_nonzero(divisors == 1.0))
-    is_known = turning > 0 and bool((divisors[:turning] == 1.0).all())
-    full["partial_rotary_factor"] = turning / len(divisors)
-    return is_known and bool((divisors[turning:] >= _STILL).all())
-
-
-def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
-    """State the llama3 scaling; whether it is one."""
-    theta, size = config.get("rope_theta", 10000.0), config.get("head_dim", 1)
-    full = config.get("rope_parameters", {}).get("full_attention", {})
-    size = int(size * full.get("partial_rotary_factor", config.get(ROTATED_SHARE, 1.0)))
-    # Elements that do not turn may have ones; what scales positions otherwise is no part of it.
-    is_known = full.get("rope_type", "default") == "default"
-    is_known &= bool((divisors[size // 2 :] == 1.0).all())
-    scaling = _recover_llama3(divisors[: size // 2], theta, size) if is_known else None
-    if scaling:
-        config["rope_scaling"] = scaling
-        full.update(scaling)
-    return scaling is not None
-
-
-def _recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The llama3 scaling with divisors ``factors`` [head_dim / 2] (``rope_freqs.weight``); {} for
-    none, None if unknown."""
-    if (factors == 1.0).all():
-        return {}
-    if theta <= 1.0 or not (np.isfinite(factors) & (factors >= 1.0)).all():
-        return None
-    factor = float(factors.max())
-    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) * 2 / head_dim)
-    low = 1.0
-    # Llama 4 has nothing between the two.
-    for original, high in product((2**power for power in range(4, 20)), (4.0, 1.0, 32.0)):
-        turns = original / wavelengths
-        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else turns >= low
-        expected = 1 / ((1 - smooth) / factor + smooth)
-        if np.allclose(expected, factors, rtol=1e-4):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-    return None
-
-
-def _refuse(file: Path, name: str) -> UserError:
-    return UserError.of(
-        "P544",
-        f"tensor {name!r} in {file} scales positions in a way that is unknown",
-        help="convert the original checkpoint",
-        file=str(file),
+def _refuse(metadata: Metadata, key: str, value: Any) -> Diagnostic:
+    return Diagnostic(
+        code="P544",
+        message=(
+            f"{metadata.file} states {key} = {_show(value)}, which pi2 does not compute for the "
+            f"architecture {metadata.architecture!r}"
+        ),
+        help="convert the original checkpoint, or write the model document by hand and give "
+        "--model: the key is then left out",
     )
+
+
+def _list_values(value: Any) -> list[Any]:
+    """The values of all layers; one where it is no list."""
+    return value.tolist() if isinstance(value, np.ndarray) else [value]
+
+
+def _is_nothing(value: Any) -> bool:
+    return type(value) in (int, float) and value == 0
+
+
+def _is_same(found: object, stated: object) -> bool:
+    """Whether two values are the same, but for what 32 bits leave of a number."""
+    if isinstance(found, bool) or isinstance(stated, bool):
+        return found is stated
+    if isinstance(found, int | float) and isinstance(stated, int | float):
+        return math.isclose(found, stated, rel_tol=1e-5, abs_tol=1e-12)
+    return bool(np.array_equal(np.asarray(found), np.asarray(stated)))
+
+
+def _show(value: Any) -> str:
+    values: Mapping[str, Any] | str = repr(
+        value.tolist()[:8] if isinstance(value, np.ndarray) else value
+    )
+    return str(values)[:80]

@@ -194,7 +194,7 @@ def fetch_files(
 def _list_reports(
     repository: Repository, names: Sequence[str], progress: Progress
 ) -> Iterator[tuple[str, Callable[[int], None]]]:
-    """Files one after the other, each with what is told how many of its bytes have come."""
+    """Files one after the other, each with a function that reports how many of its bytes came."""
     ends = list(accumulate((repository.sizes[name] for name in names), initial=0))
     advance = ByteProgress(progress, "downloading", ends[-1])
     for name, done in zip(names, ends, strict=False):

@@ -14,7 +14,7 @@ from pi2.formats import find_packing, list_packings, name_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import TABLE
 from pi2.importing.gguf_checkpoint import GgufCheckpoint
-from pi2.importing.gguf_statements import ModelNames
+from pi2.importing.gguf_metadata import ModelNames
 from pi2.importing.gguf_tensors import GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources

@@ -12,7 +12,7 @@ import pi2.importing.gguf_checkpoint as gguf_checkpoint
 from pi2.diagnostics import UserError
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
 from pi2.importing.gguf_file import GgufFile, read_gguf
-from pi2.importing.gguf_statements import list_idle, read_statements
+from pi2.importing.gguf_metadata import list_idle, read_statements
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
 from tests.helpers.peers import read_models

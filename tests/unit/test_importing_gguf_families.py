@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from pi2.diagnostics import UserError
-from pi2.importing.gguf_architectures import find_architecture
+from pi2.importing.gguf_architectures import Scope, find_architecture, scale_llama3
 from pi2.importing.gguf_checkpoint import open_gguf
-from pi2.importing.gguf_metadata import Metadata, Scope, scale_llama3
+from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import make_same
