@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -103,7 +104,8 @@ def test_options_and_choices_are_offered() -> None:
 
 
 def test_every_option_has_a_help_and_every_help_an_option() -> None:
-    waiting, kinds = [group.get_command(click.Context(group), name) for name in list_commands()], {}
+    waiting = [group.get_command(click.Context(group), name) for name in list_commands()]
+    kinds: dict[str, Any] = {}
     while waiting:
         command = waiting.pop()
         assert command is not None and command.callback is not None
