@@ -40,7 +40,7 @@ from pi2.store.files import recover_replaced
 from pi2.store.identity import identify_weights
 from pi2.store.manifest import DENSE_FILE, MANIFEST, Manifest, Order, name_layer_file
 from pi2.store.reader import NeuronStore, StoredLayer
-from pi2.store.verification import check_file
+from pi2.store.verification import check_entries
 from pi2.store.writer import StoreWriter, TensorPieces, keep_groups
 
 
@@ -283,7 +283,7 @@ def reorder_store(
         ) as writer:
             for number, (layer, order) in enumerate(zip(old.layers, orders, strict=True)):
                 if layer.scales_entry is not None and not writer.has_file(name_layer_file(number)):
-                    check_file(path, layer.scales_entry)
+                    check_entries(path, [layer.scales_entry])
                 pieces = _gather(layer, places[number], writer.bundle.stride)
                 writer.write_layer(number, order, pieces)
                 progress("rewriting", (number + 1) / len(old.layers))

@@ -1,8 +1,9 @@
 """Checks every byte of a neuron store against its manifest."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +34,20 @@ def verify_store(path: Path, progress: Progress = ignore_progress) -> list[Diagn
     ]
 
 
-def check_file(path: Path, entry: StoredFile) -> None:
-    """Hash one file; `UserError` P506, P507 or P508."""
-    findings = list(_compare_hash(path / entry.path, entry, lambda count: None))
+def check_entries(
+    path: Path,
+    entries: Iterable[StoredFile],
+    advance: Callable[[int], None] = lambda count: None,
+    *,
+    hashed: bool = True,
+) -> None:
+    """Compare files with hashes, or, unless ``hashed``, with checks if they have some; `UserError`
+    P506, P507 or P508 for all that differ."""
+    findings = [
+        finding
+        for entry in entries
+        for finding in _compare_hash(path / entry.path, entry, advance, hashed=hashed)
+    ]
     if findings:
         raise UserError(tuple(findings), exit_code=2)
 
@@ -47,17 +59,14 @@ class HashCheck:
     def __init__(self, path: Path, manifest: Manifest, *, reader_compares: bool = False) -> None:
         """Check small files and begin with others; `UserError` P506-P508.  ``reader_compares``
         leaves out large ones."""
-        self._path = path
         self._stopped = threading.Event()
         whole = [entry for entry in manifest.files if entry.bundles_offset is None]
-        self._check([entry for entry in whole if not _is_large(entry)])
+        large = [own for own in whole if own.path == DENSE_FILE or own.scales_offset is not None]
+        check_entries(path, [own for own in whole if own not in large], hashed=False)
+        left = [own for own in large if not reader_compares or own.checks is None]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pi2-hash")
-        large = [
-            entry
-            for entry in whole
-            if _is_large(entry) and not (reader_compares and entry.checks is not None)
-        ]
-        self._result = self._thread.submit(self._check, large)
+        check = partial(check_entries, path, left, self._advance, hashed=False)
+        self._result = self._thread.submit(check)
 
     def finish(self) -> None:
         """Wait for the rest; raises what the beginning does."""
@@ -68,24 +77,9 @@ class HashCheck:
         self._stopped.set()
         self._thread.shutdown()
 
-    def _check(self, entries: Sequence[StoredFile]) -> None:
-        findings = [
-            finding
-            for entry in entries
-            for finding in _compare_hash(
-                self._path / entry.path, entry, self._advance, hashed=entry.checks is None
-            )
-        ]
-        if findings:
-            raise UserError(tuple(findings), exit_code=2)
-
     def _advance(self, count: int) -> None:
         if self._stopped.is_set():
             raise CancelledError
-
-
-def _is_large(entry: StoredFile) -> bool:
-    return entry.path == DENSE_FILE or entry.scales_offset is not None
 
 
 def _check_file(
