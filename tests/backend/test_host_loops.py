@@ -99,6 +99,25 @@ def test_neighbours_are_one_request(wanted: list[int]) -> None:
         assert len(run) == MOST_BUNDLES or following[0] > run[-1] + 1
 
 
+@settings(max_examples=40)
+@given(wanted=st.sets(st.integers(0, 120)).map(sorted), gap=st.integers(0, 4))
+def test_neurons_between_two_wanted_ones_are_read_and_thrown_away(
+    wanted: list[int], gap: int
+) -> None:
+    slots = np.arange(len(wanted), dtype=np.int32)[::-1].copy()
+    places = BundlePlaces(base=4096, stride=512, address=1 << 40, gap=gap, scratch=7)
+    batch = make_batch(0, np.array(wanted, np.int32), slots, make_loops(), places)
+    kept = []
+    for request, first in enumerate(batch.firsts.tolist()):
+        count, place = int(batch.counts[request]), (int(batch.offsets[request]) - 4096) // 512
+        vectors = batch.vectors[first : first + count]
+        assert count <= MOST_BUNDLES and batch.sizes[request] == vectors[:, 1].sum() == 512 * count
+        for number, address in enumerate(vectors[:, 0].tolist()):
+            if address != 7:
+                kept.append((place + number, (address - (1 << 40)) // 512, request))
+    assert kept == list(zip(wanted, slots.tolist(), batch.requests.tolist(), strict=True))
+
+
 def open_ring(tmp_path: Path, count: int, stride: int) -> FlashReader:
     """A reader through io_uring of a layer whose neuron i has the bytes i."""
     content = np.repeat(np.arange(count, dtype=np.uint8), stride).reshape(count, stride)
