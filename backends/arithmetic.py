@@ -65,12 +65,14 @@ class RopeTables:
         self.arrays = arrays
         self._fill()
 
-    def expect(self, end: int) -> None:
-        """Prepare for calls that bring the sequence to ``end`` tokens."""
-        is_long = self._rope.is_long(end)
-        if is_long != self._is_long:
-            self._is_long = is_long
+    def expect(self, end: int) -> bool:
+        """Prepare for calls that bring the sequence to ``end`` tokens; return whether that changes
+        the arrays."""
+        is_changed = self._rope.is_long(end) != self._is_long
+        if is_changed:
+            self._is_long = not self._is_long
             self._fill()
+        return is_changed
 
     def _fill(self) -> None:
         context = len(self.arrays[0])

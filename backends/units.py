@@ -46,10 +46,9 @@ Order of calls::
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pi2.arrays import F32, U8
 from pi2.plan.arithmetic.units import UnitShare
@@ -296,74 +295,3 @@ class WholeModel(SequenceModel, Protocol):
     def close(self) -> None:
         """Give the unit back.  Never fails, and may be called twice."""
         return
-
-
-_PATIENCE_S = 5.0
-"""Time in which a process may end by itself."""
-
-
-def open_region(size: int) -> int:
-    """A file without a name, of ``size`` bytes, that two processes can map."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("pi2-unit")
-    else:
-        from tempfile import TemporaryFile
-
-        with TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, max(size, 1))
-    return file
-
-
-class WorkerProcess:
-    """A process that computes for a unit, and the pipes to it; `UnitFailed` if it ends."""
-
-    def __init__(self, command: Sequence[str], file: int, **settings: Any) -> None:
-        """``file``: a descriptor that it inherits; ``settings``: more of `subprocess.Popen`."""
-        import subprocess  # no start without such a unit needs it
-
-        try:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # A message is written whole or not at all: an interrupt leaves no part of one.
-                bufsize=0,
-                pass_fds=[file],
-                # Ctrl-C is for the engine, which ends this process.
-                start_new_session=True,
-                **settings,
-            )
-        except OSError as error:
-            raise UnitFailed(f"its process cannot be started: {error.strerror}") from error
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._sink, self._source = self.process.stdin, self.process.stdout
-
-    def write(self, data: bytes) -> None:
-        try:
-            while data:
-                data = data[self._sink.write(data) :]
-        except OSError as error:
-            raise UnitFailed(f"its process has ended: {error.strerror}") from error
-
-    def read(self, size: int) -> bytes:
-        """A reply of ``size`` bytes."""
-        reply: bytes = self._source.read(size)
-        if len(reply) < size:
-            raise UnitFailed(f"its process has ended with exit code {self.process.wait()}")
-        return reply
-
-    def close(self, *, at_once: bool = False) -> None:
-        """End the process, after its work or ``at_once``; may be called twice."""
-        from subprocess import TimeoutExpired
-
-        self._sink.close()
-        if at_once:
-            self.process.kill()
-        try:
-            self.process.wait(timeout=_PATIENCE_S)
-        except TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        # Not before it has ended: it would complain that nobody reads its replies.
-        self._source.close()

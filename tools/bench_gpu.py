@@ -28,6 +28,7 @@ from gpu_rows.random_model import RandomModel, describe_random_use, shape_model
 from gpu_rows.read_rate import measure_read_rate
 from limited.random_gguf import write_gguf
 from pi2.backends.gpu.devices import APIS, open_device
+from pi2.backends.gpu.interpreter import describe_kernels
 from pi2.backends.gpu.kernels.specification import GpuSpec, Target
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.backends.gpu.launches import load_image
@@ -119,7 +120,7 @@ def compile_kernels(arguments: argparse.Namespace) -> None:
     specs = [GpuSpec(target=target, reads=True)]
     for _, model, active in list_rows(arguments):
         use = describe_random_use(model, active, arguments.prompt, count_context(arguments), "fp16")
-        specs.append(use.describe_kernels(target))
+        specs.append(describe_kernels(use, target))
     for spec in specs:
         load_image(spec, ProgressBar())
     print(f"{len(specs)} sets of kernels for {arguments.compile} are in the cache")

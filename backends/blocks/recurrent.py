@@ -91,10 +91,14 @@ class StateBuilder:
         joined = np.concatenate(places)
         bias = 0
         if shape.projection_bias:
-            values = np.zeros(total, np.float32)
-            if builder.is_real:
-                values[joined[: shape.rows]] = builder.read_values("state_in_bias")
-            bias = builder.keep(total, lambda: values).ctypes.data
+            known = builder.need("state_in_bias")
+
+            def read_bias() -> F32:
+                values = np.zeros(total, np.float32)
+                values[joined[: shape.rows]] = known.read()
+                return values
+
+            bias = builder.keep(total, read_bias).ctypes.data
         products = [
             Product(key=key, weight=weight, y=area.skip(first), bias=bias and bias + 4 * first)
             for first, key, weight in found.values()
@@ -117,8 +121,10 @@ class StateBuilder:
         builder, channels = self._builder, shape.channels
 
         def keep(key: str, count: int) -> int:
+            source = builder.need(key)
+
             def read() -> F32:
-                values = builder.read_values(key).reshape(-1, channels)
+                values = source.read().reshape(-1, channels)
                 return (values if order is None else _put(values, order)).reshape(-1)
 
             kept: F32 = builder.keep(count, read)

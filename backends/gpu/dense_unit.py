@@ -21,7 +21,7 @@ from pi2.backends.gpu.arrays import (
 from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec, Number, ProductKernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, DeviceFacts, Event, Launcher
-from pi2.backends.gpu.launches import Kernels, choose_kernel_tokens, choose_parts
+from pi2.backends.gpu.launches import Kernels, choose_kernel_tokens, choose_parts, number_product
 from pi2.backends.gpu.packing import WholeTiles, pack_matrix, pack_neurons
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
@@ -156,7 +156,8 @@ class GpuUnit(DenseUnit):
             number, job = self._begin(inputs, rows)
             kernel = f"{self._products[name].name}_{choose_kernel_tokens(job.tokens)}"
             matrix = self._arrays.matrices[name] | {"outputs": job.place.arrays["sums"]}
-            self._launch(kernel, job, matrix, {"rows": rows, "tokens": job.tokens})
+            numbers = number_product(rows, self._products[name].length)
+            self._launch(kernel, job, matrix, numbers | {"tokens": job.tokens})
             job.product, job.begun = name, True
             self._fetch(job)
         return number

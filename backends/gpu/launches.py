@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.signature import Compiler
 from pi2.backends.gpu.arrays import TILE
-from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage
+from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage, Number
 from pi2.backends.gpu.launchers.interface import (
     DeviceArray,
     DeviceFacts,
@@ -46,6 +46,19 @@ class Kernels:
         if key not in self._bound:
             self._bound[key] = self._launcher.bind(kernel, chosen)
         return self._bound[key]
+
+
+def number_product(rows: int, length: int, blocks: int = 1) -> dict[str, Number]:
+    """Return the numbers of a product of a whole matrix with vectors that follow each other."""
+    return {
+        **dict.fromkeys(("inputs_at", "tile", "begin", "biases_at", "outputs_at"), 0),
+        "inputs_stride": length * blocks,
+        "inputs_each": length,
+        "rows": rows,
+        "outputs_stride": rows,
+        "outputs_each": rows // blocks,
+        "factor": 1.0,
+    }
 
 
 _FEW_TOKENS = 16

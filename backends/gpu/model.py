@@ -6,18 +6,112 @@ from contextlib import suppress
 
 import numpy as np
 
-from pi2.arrays import F32, I32, U8
+from pi2.arrays import F32, I32, U8, Raw
 from pi2.backends.executor import ExecutorObserver
-from pi2.backends.gpu.arrays import Memory
+from pi2.backends.gpu.arrays import TILE, Memory, count_tile_bytes
 from pi2.backends.gpu.devices import check_memory, open_unit
-from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher, Recording
+from pi2.backends.gpu.instructions import Translator
+from pi2.backends.gpu.interpreter import GpuInterpreter, StepShape, Work
+from pi2.backends.gpu.launchers.interface import (
+    DeviceArray,
+    DeviceFacts,
+    Event,
+    Launcher,
+    Queue,
+    Recording,
+)
 from pi2.backends.gpu.launches import Kernels
-from pi2.backends.gpu.model_arrays import ModelArrays, describe_use
-from pi2.backends.gpu.model_graph import ModelGraph, StepShape, Work
-from pi2.backends.gpu.model_weights import ModelWeights
+from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse, Placed, describe_use
+from pi2.backends.gpu.packing import WholeTiles, pack_matrix, pack_neurons, pack_slots
 from pi2.backends.units import WholeModel, WholeRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import Tensor
+
+_PIECE_BYTES = 1 << 20
+"""Bytes of a program's array that are sent at a time."""
+
+
+class ModelWeights:
+    """Fills a model's arrays."""
+
+    def __init__(self, queue: Queue, use: ModelUse, arrays: ModelArrays) -> None:
+        self._queue, self._use, self._arrays = queue, use, arrays
+        self._shapes = arrays.shapes
+        self._uploaded: Event | None = None
+        self._tiles = WholeTiles()
+        self._is_whole = False
+        """Whether the program's arrays are there."""
+
+    def put(self, tensor: Tensor, first: int) -> None:
+        """See `pi2.backends.units.WholeModel`."""
+        shape = self._shapes.get(tensor.name)
+        if shape is None:
+            # Such as predictors that the plan does not use.
+            return
+        assert first % TILE == 0, first
+        arrays = self._arrays.tensors[tensor.name]
+        if shape.packing.is_float32:
+            row_bytes = tensor.weights.nbytes // tensor.rows
+            self._send(arrays["values"], tensor.weights, first * row_bytes)
+            self._arrays.put(tensor.name, first * row_bytes, tensor.weights)
+            return
+        weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
+        scales = None if tensor.scales is None else tensor.scales.reshape(tensor.rows, -1)
+        for name, values in pack_matrix(weights, scales, shape.length, shape.precision).items():
+            size = values.nbytes // -(-tensor.rows // TILE)
+            self._send(arrays[name], values, first // TILE * size)
+
+    def keep(self, layer: int, first: int, bundles: U8) -> None:
+        first, whole = self._tiles.take(layer, first, bundles, self._use.model.layer_neurons)
+        if len(whole):
+            pack = pack_slots if self._use.is_sparse else pack_neurons
+            sizes = count_tile_bytes(self._use.layout)
+            for name, values in pack(whole, self._use.layout).items():
+                self._send(self._arrays.neurons[layer][name], values, first // TILE * sizes[name])
+
+    def put_order(self, layer: int, order: I32) -> None:
+        """Tell the stored indices of an MoE model's neurons, expert by expert."""
+        self._send(self._arrays.state[f"order_{layer}"], np.ascontiguousarray(order, np.int32))
+
+    def expect(self, end: int) -> None:
+        """Prepare the tables of positions for a sequence of ``end`` tokens."""
+        builder = self._arrays.program.builder
+        for tables, own in zip(builder.ropes, builder.turns.values(), strict=True):
+            if tables.expect(end) and self._is_whole:
+                found = self._arrays.find(own.ctypes.data)
+                assert found is not None
+                self._send_area(found[0])
+
+    def _send_area(self, area: Placed) -> None:
+        """Send the host's content of an array of the program."""
+        values = area.host.reshape(-1).view(np.uint8)
+        for first in range(0, len(values), _PIECE_BYTES):
+            self._send(area.arrays["values"], values[first : first + _PIECE_BYTES], first)
+
+    def _send(self, array: DeviceArray, values: Raw | F32 | I32 | U8, offset: int = 0) -> None:
+        """Send a piece when the one before has arrived: no more than two are in main memory."""
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        if flat.nbytes % 4:
+            flat = np.concatenate([flat, np.zeros(-flat.nbytes % 4, np.uint8)])
+        elif np.may_share_memory(flat, np.asarray(values)):
+            # The caller's memory may change as soon as this returns.
+            flat = flat.copy()
+        if self._uploaded is not None:
+            self._uploaded.wait()
+        self._queue.upload(array, flat, offset)
+        self._uploaded = self._queue.submit()
+
+    def finish(self) -> None:
+        """Send arrays that the program keeps, and zeros, and wait until all has arrived."""
+        if not self._is_whole:
+            self._arrays.fill()
+            for own in self._arrays.areas:
+                if not own.is_kept:
+                    self._send_area(own)
+            self._is_whole = True
+        if self._uploaded is not None:
+            self._uploaded.wait()
+            self._uploaded = None
 
 
 class GpuModel(WholeModel):
@@ -28,7 +122,7 @@ class GpuModel(WholeModel):
         resolved = request.resolved
         self._use = use = describe_use(resolved)
         counted = Memory()
-        ModelArrays(counted, use)
+        ModelArrays(counted, use, is_real=False)
         request.count(counted.bytes)
         self._observer: ExecutorObserver | None = None
         self._begin_s: float | None = None
@@ -40,13 +134,13 @@ class GpuModel(WholeModel):
         try:
             check_memory(launcher, counted.sizes)
             kernels = Kernels(launcher)
-            kernels.load(use.describe_kernels(launcher.facts.target), request.progress)
             self._arrays = arrays = ModelArrays(self._memory, use)
+            steps = Translator(use, arrays).translate()
+            kernels.load(steps.describe(use, launcher.facts.target), request.progress)
+            threshold = resolved.plan.decode.threshold
+            self._graph = GpuInterpreter(kernels, launcher.facts, use, arrays, steps, threshold)
             self._queue = launcher.open_queue()
             self._weights = ModelWeights(self._queue, use, arrays)
-            self._graph = ModelGraph(
-                kernels, launcher.facts, use, arrays, resolved.plan.decode.threshold
-            )
             for layer, order in enumerate(request.expert_neurons or ()):
                 self._weights.put_order(layer, order)
             self._weights.expect(0)
@@ -55,7 +149,11 @@ class GpuModel(WholeModel):
             self._memory.release()
             launcher.close()
             raise
-        self._logits: F32 = arrays.host["logits"].view(np.float32)
+        own = arrays.program.logits
+        self._logits: F32 = arrays.host["logits"].view(np.float32).reshape(-1, own.stride)
+        self._given = arrays.find_array(own.address)
+        """The logits on the device."""
+        self._inputs = arrays.inputs
 
     @property
     def facts(self) -> DeviceFacts:
@@ -92,14 +190,13 @@ class GpuModel(WholeModel):
         self._tokens = count
 
     def logits(self, first: int) -> F32:
-        vocab = self._use.model.shape.vocab
-        count = min(self._tokens - first, self._arrays.logit_rows)
+        count = min(self._tokens - first, self._use.extent.rows)
         self._begin()
         for launch, numbers in self._graph.list_logits(first, count):
             self._queue.launch(launch, numbers)
-        self._fetch(count * vocab)
+        self._fetch(count)
         self._report(f"logits of {count} tokens")
-        return self._finish(count)
+        return self._read(count)
 
     def step(self, tokens: I32, sequences: Sequence[int], positions: Sequence[int]) -> F32:
         count = len(tokens)
@@ -109,14 +206,14 @@ class GpuModel(WholeModel):
         found = self._arrays.host.get("found")
         if found is not None:
             self._queue.download(self._arrays.state["found"], found)
-        self._fetch(count * self._use.model.shape.vocab)
+        self._fetch(count)
         if found is not None:
             layers, places = self._use.model.shape.layers, self._use.sequences
             named = found.view(np.int32)[: layers * places].reshape(layers, places)
             self._possible += self._use.model.token_neurons * count
             self._named += int(named[:, :count].sum())
         self._report(f"step of {count} tokens")
-        return self._finish(count)
+        return self._read(count)
 
     def list_step(self, tokens: int, end: int) -> list[Work]:
         """The kernels of a step of ``tokens`` sequences, the longest of ``end`` tokens."""
@@ -136,25 +233,18 @@ class GpuModel(WholeModel):
     def _send(
         self, tokens: I32, sequences: np.typing.ArrayLike, positions: np.typing.ArrayLike
     ) -> None:
-        places = np.stack([np.asarray(sequences), np.asarray(positions)], 1).astype(np.int32)
-        state = self._arrays.state
-        self._queue.upload(state["ids"], np.array(tokens, np.int32))
-        self._queue.upload(state["places"], places)
+        for array, values in zip(
+            self._inputs, (tokens, sequences, positions, positions), strict=True
+        ):
+            self._queue.upload(array, np.array(values, np.int32))
 
-    def _fetch(self, logits: int) -> None:
-        self._queue.download(self._arrays.state["logits"], self._logits[:logits])
+    def _fetch(self, count: int) -> None:
+        self._queue.download(self._given, self._logits[:count])
         self._wait()
 
-    def _finish(self, count: int) -> F32:
-        """Logits [n, vocab] with the model's factor and cap."""
-        model = self._use.model
-        found = self._logits[: count * model.shape.vocab].reshape(count, -1)
-        if model.multipliers.logits != 1.0:
-            found = found * np.float32(model.multipliers.logits)
-        if model.logit_softcap is not None:
-            limit = np.float32(model.logit_softcap)
-            found = limit * np.tanh(found / limit)
-        return found
+    def _read(self, count: int) -> F32:
+        """Logits [n, vocab]."""
+        return self._logits[:count, : self._use.model.shape.vocab]
 
     def _report(self, name: str) -> None:
         assert self._begin_s is not None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi2.arrays import U8
-from pi2.backends.units import UnitFailed, WorkerProcess, open_region
+from pi2.backends.units import UnitFailed
 from pi2.plan.documents.device import Unit
 
 EMULATOR = "qemu-hexagon"
@@ -36,6 +36,21 @@ def list_command(library: str, *, emulated: bool) -> list[str]:
     """Return a worker's program and arguments: qemu's user mode, or a program that passes messages
     on to the vendor's driver (FastRPC)."""
     return [EMULATOR, "-cpu", _EMULATED_CPU, library] if emulated else [HOST_PROGRAM, library]
+
+
+_PATIENCE_S = 5.0
+"""Time in which a worker may end by itself."""
+
+
+def _open_region(size: int) -> int:
+    """A file without a name, of ``size`` bytes, that two processes can map."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("pi2-unit")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, max(size, 1))
+    return file
 
 
 def open_memory(size: int) -> int:
@@ -123,15 +138,13 @@ class Session:
     ) -> None:
         """Start a worker for ``graphs`` with ``size`` bytes, ``scratch`` of them theirs;
         `UnitFailed`."""
-        file = open_region(size) if emulated else open_memory(size)
+        file = _open_region(size) if emulated else open_memory(size)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self.memory: U8 = np.frombuffer(mmap.mmap(file, size), np.uint8)
-            self._worker = WorkerProcess(
-                list_command(library, emulated=emulated), file, stderr=self._errors
-            )
+            self.process = self._start(list_command(library, emulated=emulated), file)
             words = (MAGIC, PROTOCOL, file, size, scratch)
-            self._worker.write(HELLO.pack(*words, *[0] * (OPERANDS - 1)))
+            self._write(HELLO.pack(*words, *[0] * (OPERANDS - 1)))
             try:
                 found = self._take_reply(PROTOCOL).graphs
                 if found != graphs:
@@ -146,16 +159,37 @@ class Session:
         self.asked = self.answered = 0
         """Numbers of the last message and of the last reply."""
 
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        return self._worker.process
+    def _start(self, command: Sequence[str], file: int) -> subprocess.Popen[bytes]:
+        """Start a worker that inherits the descriptor ``file``."""
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                # A message is written whole or not at all: an interrupt leaves no part of one.
+                bufsize=0,
+                pass_fds=[file],
+                # Ctrl-C is for the engine, which ends this process.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UnitFailed(f"its process cannot be started: {error.strerror}") from error
+
+    def _write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        try:
+            while data:
+                data = data[self.process.stdin.write(data) :]
+        except OSError as error:
+            raise UnitFailed(f"its process has ended: {error.strerror}") from error
 
     def ask(self, graph: int, operands: Sequence[int] = ()) -> int:
         """Let the worker run a graph; return the message's number."""
         self.asked = (self.asked + 1) % 2**32
         rest = [0] * (OPERANDS - len(operands))
         words = (MAGIC, self.asked, graph, len(operands), *operands, *rest)
-        self._worker.write(MESSAGE.pack(*words))
+        self._write(MESSAGE.pack(*words))
         return self.asked
 
     def take_reply(self) -> Reply:
@@ -164,10 +198,11 @@ class Session:
         return reply
 
     def _take_reply(self, expected: int | None = None) -> Reply:
-        try:
-            data = self._worker.read(REPLY.size)
-        except UnitFailed as error:
-            raise UnitFailed(f"{error}{self._read_errors()}") from None
+        assert self.process.stdout is not None
+        data: bytes = self.process.stdout.read(REPLY.size)
+        if len(data) < REPLY.size:
+            code = self.process.wait()
+            raise UnitFailed(f"its process has ended with exit code {code}{self._read_errors()}")
         magic, number, failure, graphs, start_s, start_ns, end_s, end_ns = REPLY.unpack(data)
         if failure:
             raise UnitFailed(FAILURES.get(failure, f"its worker reports error {failure}"))
@@ -189,6 +224,17 @@ class Session:
 
     def close(self, *, at_once: bool = False) -> None:
         """End the worker, after its work or ``at_once``; may be called twice."""
-        self._worker.close(at_once=at_once)
+        sink, source = self.process.stdin, self.process.stdout
+        assert sink is not None and source is not None
+        sink.close()
+        if at_once:
+            self.process.kill()
+        try:
+            self.process.wait(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        # Not before it has ended: it would complain that nobody reads its replies.
+        source.close()
         self._errors.close()
         self.memory = np.zeros(0, np.uint8)

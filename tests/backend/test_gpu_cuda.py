@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pi2.backends.gpu.interpreter import describe_kernels
 from pi2.backends.gpu.kernels.compile import (
     MissingCompiler,
     build_image,
@@ -16,21 +17,18 @@ from pi2.backends.gpu.kernels.compile import (
     list_kernels,
 )
 from pi2.backends.gpu.kernels.specification import (
-    AttentionKernels,
-    EmbeddingKernels,
     FfnKernels,
     GpuSpec,
-    NormKernels,
     ProductKernels,
-    RouterKernels,
     SelectKernels,
+    StepKernel,
     Target,
 )
 from pi2.backends.gpu.launches import load_image
 from pi2.backends.gpu.model_arrays import describe_use
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
-from pi2.plan.documents.model_parts import Ffn, Moe, Norm
+from pi2.plan.documents.model_parts import Ffn
 from tests.helpers.cubins import read_resources
 
 FFN = FfnKernels(
@@ -54,26 +52,44 @@ def make_spec(arch: str) -> GpuSpec:
         ),
         gates=dataclasses.replace(FFN, precision="int8"),
         select=SelectKernels(experts=8, expert_neurons=14336),
-        router=RouterKernels(length=4096, moe=Moe(experts=8, active_experts=2)),
+        spreads=FFN,
         products=(
             ProductKernels(length=4096, precision="int4", bias=True),
             ProductKernels(length=4096, precision="fp16", adds=True),
             ProductKernels(length=256, precision="int8", bias=True, blocks=8),
         ),
-        embedding=EmbeddingKernels(length=4096, precision="int4", positions=True),
-        norm=NormKernels(length=4096, width=4096, norm=Norm(outputs=True), spreads=True),
-        attention=tuple(
-            AttentionKernels(
-                heads=32, kv_heads=8, head_dim=128, scale=0.09, kv="fp16", window=window
-            )
-            for window in (4096, None)
+        steps=(
+            make_step("normalize", centred=0, added=1, has_weights=1, has_bias=0),
+            make_step("take_rows", "int4", blocks=128, added=0),
+            make_step("multiply", added=0, has_bias=0),
+            make_step(
+                *("route", ""),
+                experts=8,
+                active=2,
+                kind=0,
+                groups=1,
+                best_two=0,
+                normalise=0,
+                has_choice_bias=0,
+            ),
+            make_step("spread", active=2, has_scores=0),
+            make_step("keep", "fp16", key_width=128, value_width=128),
+            make_step("attend", "fp16", **HEADS, group=4, is_chunked=0),
+            make_step("join", heads=32, value_width=128, has_sinks=0),
         ),
     )
 
 
+HEADS = {"heads": 32, "key_width": 128, "value_width": 128, "value_stride": 128}
+
+
+def make_step(kernel: str, format: str = "", **fixed: int) -> StepKernel:
+    return StepKernel(kernel=kernel, format=format, fixed=tuple(fixed.items()))
+
+
 def make_alone_spec(arch: str) -> GpuSpec:
     """Everything that a shipped plan needs whose GPU has the whole model."""
-    return describe_use(load_plan(PLAN)).describe_kernels(Target(api="cuda", fp16=True, arch=arch))
+    return describe_kernels(describe_use(load_plan(PLAN)), Target(api="cuda", fp16=True, arch=arch))
 
 
 @pytest.mark.parametrize(

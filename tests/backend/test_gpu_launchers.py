@@ -11,18 +11,15 @@ from pi2.backends.gpu import devices
 from pi2.backends.gpu.devices import open_device, survey_api, survey_devices
 from pi2.backends.gpu.kernels.ffn import make_join
 from pi2.backends.gpu.kernels.specification import (
-    AttentionKernels,
     FfnKernels,
     GpuSpec,
     KernelImage,
     ProductKernels,
-    StateKernels,
+    StepKernel,
     Target,
 )
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.diagnostics import UserError
-from pi2.model.states import StateShape
-from pi2.plan.documents.model_mixing import Latent
 from pi2.plan.documents.model_parts import Ffn
 
 FFN = FfnKernels(hidden=64, precision="int4", options=Ffn(activation="relu"))
@@ -161,14 +158,8 @@ def test_specifications_survive_json() -> None:
         target=Target(api="cuda", fp16=True, arch="sm_90"),
         ffn=FFN,
         products=(ProductKernels(length=64, precision="int8", relu=True),),
-        attention=(
-            AttentionKernels(
-                heads=2, kv_heads=1, head_dim=32, scale=0.1, kv="fp16",
-                latent=Latent(rank=24, plain=12, rotated=8, epsilon=1e-6),
-            ),
-        ),
-        state=StateKernels(
-            shape=StateShape(kind="convolution", kernel=3, width=32, channels=32), epsilon=1e-5
+        steps=(
+            StepKernel(kernel="keep", fixed=(("key_width", 32),), shared=(("values", "keys"),)),
         ),
         reads=True,
     )  # fmt: skip

@@ -6,12 +6,14 @@ import pytest
 from pi2.arrays import Raw
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.code import narrow_half, widen_half
+from pi2.backends.gpu.kernels.compile import make_step
 from pi2.backends.gpu.kernels.products import list_product_kernels
-from pi2.backends.gpu.kernels.routing import make_embed, make_read
-from pi2.backends.gpu.kernels.specification import Axis, EmbeddingKernels, ProductKernels
+from pi2.backends.gpu.kernels.routing import make_read
+from pi2.backends.gpu.kernels.specification import Axis, ProductKernels, StepKernel
 from pi2.backends.gpu.launchers.interface import Launcher
+from pi2.backends.gpu.launches import number_product
 from pi2.backends.gpu.packing import pack_matrix
-from pi2.formats import find_packing
+from pi2.formats import find_format, find_packing
 from pi2.plan.weights.layout import Precision
 from tests.helpers.goldens import measure_error
 from tests.helpers.gpu import Bench
@@ -50,9 +52,32 @@ def test_products_of_any_number_of_tokens(launcher: Launcher, product: ProductKe
         found = bench.run(
             f"{product.name}_{kernel}",
             arrays | {"inputs": inputs, "outputs": before, "biases": biases},
-            {"rows": ROWS, "tokens": tokens},
+            number_product(ROWS, LENGTH) | {"tokens": tokens},
         )
         assert measure_error(found["outputs"], wanted) < CLOSE, tokens
+
+
+def test_a_product_may_be_of_some_rows_and_lie_among_others(launcher: Launcher) -> None:
+    random = np.random.default_rng(8)
+    rows = random.standard_normal((ROWS, LENGTH)).astype(np.float32)
+    weights, scales = find_packing("int8").quantize(rows)
+    matrix = find_packing("int8").dequantize(weights, scales, LENGTH).astype(np.float64)
+    product = ProductKernels(length=LENGTH, precision="int8", bias=True)
+    bench = Bench(launcher, list(list_product_kernels(product, launcher.facts.fp16)))
+    first, count, biases = 37, 30, random.standard_normal(ROWS).astype(np.float32)
+    numbers = number_product(first % 32 + count, LENGTH)
+    numbers |= {"tile": first // 32, "begin": first % 32, "biases_at": first, "factor": 0.5}
+    numbers |= {"inputs_at": 8, "inputs_stride": LENGTH + 16, "outputs_at": 3, "outputs_stride": 50}
+    for tokens, size in ((1, 1), (6, 4), (67, 64)):
+        inputs = random.standard_normal((tokens, LENGTH + 16)).astype(np.float32)
+        arrays: dict[str, Raw] = pack_matrix(weights, scales, LENGTH, "int8")
+        arrays |= {"inputs": inputs, "biases": biases}
+        arrays["outputs"] = np.full((tokens, 50), 7, np.float32)
+        found = bench.run(f"{product.name}_{size}", arrays, numbers | {"tokens": tokens})["outputs"]
+        wanted = inputs[:, 8 : 8 + LENGTH] @ matrix[first : first + count].T
+        wanted = (wanted + biases[first : first + count]) / 2
+        assert measure_error(found[:, 3 : 3 + count], wanted) < CLOSE
+        assert (found[:, :3] == 7).all() and (found[:, 3 + count :] == 7).all()
 
 
 def test_parts_of_the_rows_may_have_inputs_of_their_own(launcher: Launcher) -> None:
@@ -68,7 +93,7 @@ def test_parts_of_the_rows_may_have_inputs_of_their_own(launcher: Launcher) -> N
         inputs = random.standard_normal((tokens, blocks, LENGTH)).astype(np.float32)
         outputs = np.empty((tokens, blocks * each), np.float32)
         arrays: dict[str, Raw] = {**packed, "inputs": inputs, "outputs": outputs}
-        numbers = {"rows": blocks * each, "tokens": tokens}
+        numbers = number_product(blocks * each, LENGTH, blocks) | {"tokens": tokens}
         found = bench.run(f"{product.name}_{size}", arrays, numbers)["outputs"]
         wanted = np.einsum("tbl,bel->tbe", inputs.astype(np.float64), whole)
         assert measure_error(found, wanted.reshape(tokens, -1)) < CLOSE
@@ -80,13 +105,15 @@ def test_embeddings_are_rows_of_the_matrix(launcher: Launcher, precision: Precis
     weights, scales = find_packing(precision).quantize(rows)
     packed = pack_matrix(weights, scales, LENGTH, precision)
     ids = np.array([0, 74, 31, 32, 0], np.int32)
-    embedding = EmbeddingKernels(length=LENGTH, precision=precision, factor=0.5)
-    arrays: dict[str, Raw] = {**packed, "ids": ids, "x": np.empty((5, LENGTH), np.float32)}
-    found = Bench(launcher, [make_embed(embedding, launcher.facts.fp16)]).run(
-        "embed", arrays, {"tokens": 5}
-    )
+    blocks = LENGTH // find_format(find_packing(precision).joined).block
+    fixed = (("blocks", blocks), ("added", 0))
+    step = StepKernel(kernel="take_rows", fixed=fixed, format=precision)
+    arrays: dict[str, Raw] = {**packed, "numbers": ids, "y": np.empty((5, LENGTH), np.float32)}
+    numbers = {"numbers_at": 0, "y_at": 0, "y_stride": LENGTH, "factor": 0.5, "tokens": 5}
+    bench = Bench(launcher, [make_step(step, launcher.facts.fp16)])
+    found = bench.run(step.name, arrays, numbers)
     wanted = np.float32(0.5) * find_packing(precision).dequantize(weights, scales, LENGTH)[ids]
-    np.testing.assert_allclose(found["x"], wanted, rtol=1e-6)
+    np.testing.assert_allclose(found["y"], wanted, rtol=1e-6)
 
 
 def make_half_kernel() -> c.Kernel:

@@ -124,9 +124,9 @@ def test_a_token_is_one_submission(gpu: LoadedModel, monkeypatch: pytest.MonkeyP
     for token in (5, 6, 7):
         gpu._parts.forward.step([token], [0])
     assert len(submissions) == 3
-    # 13 kernels in a layer, and embedding, last norm and head.
+    # 14 kernels in a layer, and embedding, last norm and head.
     layers = gpu.plan.model.shape.layers
-    assert len(whole.list_step(1, 1)) == 13 * layers + 3
+    assert len(whole.list_step(1, 1)) == 14 * layers + 3
 
 
 def test_a_server_reads_every_prompt_from_its_beginning(gpu: LoadedModel) -> None:

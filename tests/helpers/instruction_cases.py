@@ -320,12 +320,14 @@ def make_attention(
     *,
     is_many: bool = False,
     is_latent: bool = False,
+    widths: tuple[int, int] = (53, 37),
+    context: int | None = None,
 ) -> Case:
     """Attention of two groups of heads; a chunk is of sequence 1, and fills registers."""
     count, kv_heads, heads = len(positions), 1 if is_latent else 2, 2 * group
-    key, value = (48, 32) if is_many or is_latent else (53, 37)
+    key, value = (48, 32) if is_many or is_latent else widths
     # Positions of a window go round.
-    context = 448 if values["window"] else 832
+    context = context or (448 if values["window"] else 832)
     keys = draw_cache(kind, draw, kv_heads, context, key)
     held = keys if is_latent else draw_cache(kind, draw, kv_heads, context, value)
     sequences = np.ones(count, np.int32) if is_many else np.arange(count, dtype=np.int32) % 2

@@ -14,11 +14,12 @@ import numpy as np
 
 from pi2.arrays import I64, U8, Raw
 from pi2.backends.gpu.arrays import Memory
+from pi2.backends.gpu.instructions import Translator
+from pi2.backends.gpu.interpreter import GpuInterpreter, StepShape
 from pi2.backends.gpu.launchers.interface import DeviceArray, Launcher, Recording
 from pi2.backends.gpu.launches import Kernels
+from pi2.backends.gpu.model import ModelWeights
 from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse
-from pi2.backends.gpu.model_graph import ModelGraph, StepShape
-from pi2.backends.gpu.model_weights import ModelWeights
 from pi2.model.tensor import EMBEDDING
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType, PredictorMode
@@ -74,15 +75,16 @@ class RandomModel:
         """``active``: share of the neurons that predictors name in steps; None computes all."""
         self.use = use
         self._launcher, self._active = launcher, active
-        kernels = Kernels(launcher)
-        kernels.load(use.describe_kernels(launcher.facts.target), progress)
         self._queue = launcher.open_queue()
         self._random = np.random.default_rng(7)
         self._memory = Memory(launcher)
-        self._arrays = ModelArrays(self._memory, use)
+        self._arrays = arrays = ModelArrays(self._memory, use)
         self._fill_all()
-        self._graph = ModelGraph(kernels, launcher.facts, use, self._arrays, 0.0)
-        self._logits = self._arrays.host["logits"].view(np.float32)[: use.model.shape.vocab]
+        kernels, steps = Kernels(launcher), Translator(use, arrays).translate()
+        kernels.load(steps.describe(use, launcher.facts.target), progress)
+        self._graph = GpuInterpreter(kernels, launcher.facts, use, arrays, steps, 0.0)
+        self._given = arrays.find_array(arrays.program.logits.address)
+        self._logits = arrays.host["logits"].view(np.float32)[: use.model.shape.vocab]
         self._recordings: dict[StepShape, Recording] = {}
 
     def _fill_all(self) -> None:
@@ -91,9 +93,6 @@ class RandomModel:
             self._fill_tensor(kind, arrays)
         for arrays in self._arrays.neurons:
             self._fill_tensor("neurons", arrays)
-        for name, array in self._arrays.state.items():
-            if name.startswith("router_"):
-                self._repeat(array, self._draw_floats(np.float32))
         weights = ModelWeights(self._queue, self.use, self._arrays)
         weights.expect(0)
         weights.finish()
@@ -145,7 +144,7 @@ class RandomModel:
             if name != EMBEDDING or self.use.model.tied_head:
                 total += sum(array.size for array in arrays.values())
         neurons = sum(array.size for layer in self._arrays.neurons for array in layer.values())
-        kept = sum(array.size for layer in self._arrays.kept for array in layer.values())
+        kept = self._arrays.kept_bytes
         active = 1.0 if self._active is None else self._active
         return total + int(neurons * active) + kept * position // self.use.context
 
@@ -167,20 +166,20 @@ class RandomModel:
         begin_s = time.perf_counter()
         self._send(np.array([position % 7]), np.array([position]))
         self._queue.replay(self._recordings[shape])
-        self._queue.download(self._arrays.state["logits"], self._logits)
+        self._queue.download(self._given, self._logits)
         event = self._queue.submit()
         launched_s = time.perf_counter()
         event.wait()
         return StepTimes(launch_s=launched_s - begin_s, total_s=time.perf_counter() - begin_s)
 
     def _send(self, tokens: I64, positions: I64) -> None:
-        state = self._arrays.state
-        places = np.stack([np.zeros_like(positions), positions], 1)
-        self._queue.upload(state["ids"], tokens.astype(np.int32) % self.use.model.shape.vocab)
-        self._queue.upload(state["places"], places.astype(np.int32))
+        tokens = tokens % self.use.model.shape.vocab
+        given = tokens, np.zeros_like(positions), positions, positions
+        for array, values in zip(self._arrays.inputs, given, strict=True):
+            self._queue.upload(array, values.astype(np.int32))
 
     def _fetch(self) -> None:
-        self._queue.download(self._arrays.state["logits"], self._logits)
+        self._queue.download(self._given, self._logits)
         self._queue.submit().wait()
 
     def is_finite(self) -> bool:

@@ -1,7 +1,7 @@
 """Small vocabulary for GPU kernels over TVMScript's builder.
 
-A kernel is explicit: its threads, its loops and what it keeps in registers and in the memory that a
-work group shares.  Every function adds to the kernel under construction.
+A kernel states its threads, its loops, its registers and the memory that a work group shares.
+Every function adds to the kernel under construction.
 
 Packed weights on a device: how kernels take numbers out of words.
 
@@ -76,9 +76,9 @@ def take_lane(vector: Expr, lane: int) -> Expr:
     return Shuffle([vector], [lane])
 
 
-def divide_up(value: Expr, by: int) -> Expr:
+def divide_up(value: Expr | int, by: int) -> Expr:
     """Return how many pieces of ``by`` hold ``value`` elements."""
-    return T.floordiv(value + (by - 1), by)
+    return -(-value // by) if isinstance(value, int) else T.floordiv(value + (by - 1), by)
 
 
 def share(size: int, dtype: str = "float32") -> Buffer:
@@ -92,16 +92,16 @@ def wait_for_group() -> None:
 
 
 @contextmanager
-def walk(count: int, thread: Expr, threads: int) -> Iterator[Expr]:
+def walk(count: Expr | int, thread: Expr, threads: int) -> Iterator[Expr]:
     """Add the body for each of ``count`` elements, which ``threads`` have in turns."""
-    with T.serial(-(-count // threads)) as turn:
+    with T.serial(divide_up(count, threads)) as turn:
         element = let(turn * threads + thread)
         with when(element < count):
             yield element
 
 
 def add_in_group(
-    read: Read, count: int, thread: Expr, threads: int, shared: Buffer | None = None
+    read: Read, count: Expr | int, thread: Expr, threads: int, shared: Buffer | None = None
 ) -> Expr:
     """Return the sum of ``read(element)`` over ``count`` elements, the same in all ``threads`` (a
     power of 2); ``shared`` has an element for each of them."""
@@ -123,7 +123,12 @@ def add_in_group(
 
 
 def find_norm(
-    read: Read, count: int, epsilon: float, thread: Expr, threads: int, shared: Buffer | None = None
+    read: Read,
+    count: Expr | int,
+    epsilon: Expr,
+    thread: Expr,
+    threads: int,
+    shared: Buffer | None = None,
 ) -> Expr:
     """Return the factor that makes the root mean square of ``count`` elements 1, the same in all
     threads."""
@@ -132,8 +137,9 @@ def find_norm(
         value = let(read(element))
         return value * value
 
-    mean = add_in_group(square, count, thread, threads, shared) * number(1.0 / count)
-    return let(number(1.0) / T.sqrt(mean + number(epsilon)))
+    size = number(count) if isinstance(count, int) else T.cast(count, "float32")
+    mean = add_in_group(square, count, thread, threads, shared) / size
+    return let(number(1.0) / T.sqrt(mean + epsilon))
 
 
 def squash(value: Expr) -> Expr:
@@ -193,6 +199,10 @@ class Kernel:
         self._expressions[name] = T.arg(name, getattr(T, dtype)())
         return self._expressions[name]
 
+    def find_number(self, name: str) -> Expr:
+        """Return a number that has been taken."""
+        return self._expressions[name]
+
     @contextmanager
     def run(self, x: Axis = ONCE, y: Axis = ONCE) -> Iterator[Place]:
         """Add what every thread does, in as many work groups as the axes say."""
@@ -222,6 +232,16 @@ class Kernel:
             element = let(place.group[0] * width + place.thread[0])
             with when(element < count):
                 yield element, place.group[1]
+
+    @contextmanager
+    def run_vectors(self) -> Iterator[tuple[Expr, Expr]]:
+        """Add the body for a thread for each element of tokens' vectors, and a few beyond: number
+        ``length`` says how many there are."""
+        if "tokens" not in self.numbers:
+            self.take_number("tokens")
+        width = self.block[0]
+        with self.run(Axis(number="length", per=width), Axis(number="tokens")) as place:
+            yield let(place.group[0] * width + place.thread[0]), place.group[1]
 
     def _count(self, axis: Axis) -> Expr:
         if axis.number is None:

@@ -18,25 +18,24 @@ from typing import Any
 import tvm
 from tvm import tirx
 
-from pi2.backends.gpu.kernels.attention import list_attention_kernels
+from pi2.backends.gpu.kernels import attention, elements, routing, states
+from pi2.backends.gpu.kernels.arguments import Arguments
 from pi2.backends.gpu.kernels.code import Kernel
 from pi2.backends.gpu.kernels.ffn import list_few_kernels, list_many_kernels, make_join
 from pi2.backends.gpu.kernels.gathered import list_gathered_kernels, make_gates, make_select
 from pi2.backends.gpu.kernels.products import list_product_kernels
-from pi2.backends.gpu.kernels.routing import (
-    list_embedding_kernels,
-    list_norm_kernels,
-    list_router_kernels,
-    make_read,
-)
 from pi2.backends.gpu.kernels.specification import (
     ENTRY_SUFFIX,
     GpuSpec,
     KernelImage,
     Signature,
+    StepKernel,
     Target,
 )
-from pi2.backends.gpu.kernels.states import list_state_kernels
+
+_MODULES = (attention, elements, routing, states)
+_THREADS = 256
+"""Of a work group, unless a kernel has others."""
 
 
 def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
@@ -51,20 +50,24 @@ def list_kernels(spec: GpuSpec) -> Iterator[Kernel]:
         yield make_gates(spec.gates, spec.target.fp16)
     if spec.select is not None:
         yield make_select(spec.select)
-    if spec.router is not None:
-        yield from list_router_kernels(spec.router)
+    if spec.spreads is not None:
+        yield routing.make_spread_biases(spec.spreads)
     for product in spec.products:
         yield from list_product_kernels(product, spec.target.fp16)
-    if spec.embedding is not None:
-        yield from list_embedding_kernels(spec.embedding, spec.target.fp16)
-    if spec.norm is not None:
-        yield from list_norm_kernels(spec.norm)
-    for number, attention in enumerate(spec.attention):
-        yield from list_attention_kernels(attention, number)
-    if spec.state is not None:
-        yield from list_state_kernels(spec.state)
+    for step in spec.steps:
+        yield make_step(step, spec.target.fp16)
     if spec.reads:
-        yield make_read()
+        yield routing.make_read()
+
+
+def make_step(step: StepKernel, fp16: bool) -> Kernel:
+    """Make the kernel of an instruction: functions ``emit_NAME`` of modules."""
+    name = f"emit_{step.kernel}"
+    emit = next(found for module in _MODULES if (found := getattr(module, name, None)))
+    kernel = Kernel(step.name, (_THREADS, 1, 1))
+    with kernel.declare():
+        emit(Arguments(kernel, step, fp16))
+    return kernel
 
 
 _HEADER = "cuda_fp16.h"

@@ -1,9 +1,9 @@
 """Products of inputs with a matrix in tiles: projections, predictors and the head.
 
-``NAME_N``: inputs float32 [T, blocks, length], matrix weights in tiles, scales, [biases float32
-[rows]], outputs float32 [T, rows or ``pitch``]; rows, tokens.  NAME is `ProductKernels.name`, N the
-number of tokens that a work group computes with.  The rows are divided into ``blocks`` equal parts,
-each of which is multiplied with its own inputs."""
+``NAME_N``: inputs float32, matrix weights in tiles, scales, [biases float32 [rows]], outputs
+float32; rows, tokens, and `NUMBERS`.  NAME is `ProductKernels.name`, N the number of tokens that a
+work group computes with.  The rows are divided into ``blocks`` equal parts, each of which is
+multiplied with its own inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,23 +64,23 @@ def emit_few(
     inputs: c.Buffer,
     place: c.Place,
     tile: c.Expr,
-    tokens: Sequence[c.Expr],
+    firsts: Sequence[c.Expr],
     finish: Finish,
 ) -> None:
-    """Multiply the rows of ``tile`` with ``tokens`` of ``inputs`` float32x4 [T, length / 4];
+    """Multiply the rows of ``tile`` with tokens whose ``inputs`` float32x4 begin at ``firsts``;
     ``finish`` gets row, token and one value of each part."""
     row, part_of_row, _ = place.thread
-    sums = [c.make_zeros(tiles.parts) for _ in tokens]
+    sums = [c.make_zeros(tiles.parts) for _ in firsts]
     with T.serial(-(-tiles.groups // SLICES)) as turn:
         group = c.let(turn * SLICES + part_of_row)
         with c.when(group < tiles.groups):
-            _add_group(tiles, inputs, tile, group, row, tokens, sums)
-    values = len(tokens) * tiles.parts
+            _add_group(tiles, inputs, tile, group, row, firsts, sums)
+    values = len(firsts) * tiles.parts
     shared = c.share(values * SLICES * ROWS)
     for index, cell in enumerate(cell for of_token in sums for cell in of_token):
         c.store(shared, (index * SLICES + part_of_row) * ROWS + row, cell.get())
     c.wait_for_group()
-    with c.when(part_of_row < len(tokens)):
+    with c.when(part_of_row < len(firsts)):
         results = []
         for part in range(tiles.parts):
             first = c.let((part_of_row * tiles.parts + part) * (SLICES * ROWS) + row)
@@ -97,7 +97,7 @@ def _add_group(
     tile: c.Expr,
     group: c.Expr,
     row: c.Expr,
-    tokens: Sequence[c.Expr],
+    inputs_of: Sequence[c.Expr],
     sums: list[list[c.Cell]],
 ) -> None:
     precision = tiles.weights.precision
@@ -105,8 +105,8 @@ def _add_group(
     # All loads come first: they are under way together.
     words = [tiles.load_group(tile, part, group, row) for part in parts]
     scales = [tiles.load_scale(tile, part, group, row) for part in parts]
-    found = [c.make_zeros(tiles.parts) for _ in tokens]
-    firsts = [c.let(token * (tiles.length // 4) + group * (GROUP // 4)) for token in tokens]
+    found = [c.make_zeros(tiles.parts) for _ in inputs_of]
+    firsts = [c.let(begin + group * (GROUP // 4)) for begin in inputs_of]
     # As many words as hold whole vectors of 4 inputs.
     step = max(1, 4 // len(list_elements(precision, 0)))
     for start in range(0, count_words(precision), step):
@@ -322,6 +322,36 @@ class Matrix:
     """Equal parts of the rows with inputs of their own."""
     in_rows: bool = False
     """Whether vectors are in rows instead of in tiles."""
+    is_placed: bool = False
+    """Whether `NUMBERS` say where rows and vectors are."""
+
+
+NUMBERS = (
+    *("inputs_at", "inputs_stride", "inputs_each", "tile", "begin"),
+    *("biases_at", "outputs_at", "outputs_stride", "outputs_each"),
+)
+"""Where inputs and outputs begin, and steps between tokens and between blocks; the first tile of
+the rows, and the first row in it: ``rows`` counts from that tile's first one on."""
+
+
+class _Inputs:
+    """Place of inputs: tokens follow each other, unless numbers say where they are."""
+
+    def __init__(self, kernel: c.Kernel, matrix: Matrix) -> None:
+        self._matrix = matrix
+        self._numbers: dict[str, c.Expr] = {}
+        if matrix.is_placed:
+            self._numbers = {name: kernel.take_number(name) for name in NUMBERS[:5]}
+
+        self.tile, self.begin = (self._numbers.get(name, T.int32(0)) for name in ("tile", "begin"))
+
+    def find(self, token: c.Expr, block: c.Expr | None, vector: int) -> c.Expr:
+        """Return the first of a token's inputs, in vectors of so many."""
+        if not self._numbers:
+            return c.let(token * (self._matrix.length // vector))
+        at, stride, each = (self._numbers[name] for name in NUMBERS[:3])
+        first = at + token * stride + (0 if block is None else block * each)
+        return c.let(T.floordiv(first, vector))
 
 
 def multiply_few(name: str, matrix: Matrix, fp16: bool, count: int) -> c.Kernel:
@@ -332,23 +362,25 @@ def multiply_few(name: str, matrix: Matrix, fp16: bool, count: int) -> c.Kernel:
         weights = Weights.take(kernel, matrix.name, matrix.precision, VECTOR, fp16)
         result = matrix.make(kernel)
         rows, tokens = kernel.take_number(matrix.count), kernel.take_number("tokens")
+        source = _Inputs(kernel, matrix)
         axes = Axis(number=matrix.count, per=ROWS), Axis(number="tokens", per=count)
         with kernel.run(*axes) as place:
             tile = place.group[0]
             base = c.let(place.group[1] * count)
-            named = [c.let(T.min(base + turn, tokens - 1)) for turn in range(count)]
+            block = None
             if matrix.blocks > 1:
                 own = T.min(tile * ROWS + place.thread[0], rows - 1)
                 block = c.let(T.floordiv(own * matrix.blocks, rows))
-                named = [c.let(token * matrix.blocks + block) for token in named]
+            named = [T.min(base + turn, tokens - 1) for turn in range(count)]
+            firsts = [source.find(token, block, 4) for token in named]
 
             def finish(row: c.Expr, turn: c.Expr, products: list[c.Expr]) -> None:
                 token, row = c.let(base + turn), c.let(tile * ROWS + row)
-                with c.when(T.And(token < tokens, row < rows)):
-                    result.store(token, rows, row, products)
+                with c.when(T.And(token < tokens, T.And(row >= source.begin, row < rows))):
+                    result.store(token, rows, row - source.begin, products)
 
             tiles = Tiles(weights, matrix.parts, matrix.length)
-            emit_few(tiles, inputs, place, tile, named, finish)
+            emit_few(tiles, inputs, place, c.let(source.tile + tile), firsts, finish)
     return kernel
 
 
@@ -361,13 +393,14 @@ def multiply_many(name: str, matrix: Matrix, fp16: bool) -> c.Kernel:
         weights = Weights.take(kernel, matrix.name, matrix.precision, 1, fp16)
         result = matrix.make(kernel)
         rows, tokens = kernel.take_number(matrix.count), kernel.take_number("tokens")
+        source = _Inputs(kernel, matrix)
         axes = Axis(number=matrix.count, per=ROWS * tiles), Axis(number="tokens", per=TOKENS)
         with kernel.run(*axes) as place:
             base = c.let(place.group[1] * TOKENS)
             first = c.let(place.group[0] * tiles)
             # A tile beyond the last is read again and not used.
             last = c.let(T.floordiv(rows - 1, ROWS))
-            found = [c.let(T.min(first + index, last)) for index in range(tiles)]
+            found = [c.let(source.tile + T.min(first + index, last)) for index in range(tiles)]
             strips = [c.let(tile * parts + part) for tile in found for part in range(parts)]
 
             def find_vector(strip: c.Expr, column: c.Expr) -> c.Expr:
@@ -383,7 +416,7 @@ def multiply_many(name: str, matrix: Matrix, fp16: bool) -> c.Kernel:
 
                 def read(token: c.Expr, term: c.Expr) -> c.Expr:
                     row = T.min(base + token, tokens - 1)
-                    return inputs[row * matrix.length + group * GROUP + term]
+                    return inputs[source.find(row, None, 1) + group * GROUP + term]
 
                 emit_load_inputs(panels, place, read)
 
@@ -391,9 +424,10 @@ def multiply_many(name: str, matrix: Matrix, fp16: bool) -> c.Kernel:
                 token, column = c.let(base + token), c.let(place.thread[0] + half * SIDE)
                 for index in range(tiles):
                     row = c.let((first + index) * ROWS + column)
-                    with c.when(T.And(token < tokens, row < rows)):
+                    is_own = T.And(row >= source.begin, row < rows)
+                    with c.when(T.And(token < tokens, is_own)):
                         own = products[index * parts : (index + 1) * parts]
-                        result.store(token, rows, row, own)
+                        result.store(token, rows, row - source.begin, own)
 
             emit_many(place, T.int32(groups), load, finish)
     return kernel
@@ -407,6 +441,7 @@ def list_product_kernels(product: ProductKernels, fp16: bool) -> Iterator[c.Kern
         precision=product.precision,
         make=lambda kernel: _Product(kernel, product),
         blocks=product.blocks,
+        is_placed=True,
     )
     for tokens in FEW:
         yield multiply_few(product.name, matrix, fp16, tokens)
@@ -419,14 +454,22 @@ class _Product:
         self._product = product
         self._biases = kernel.take_array("biases", "float32") if product.bias else None
         self._outputs = kernel.take_array("outputs", "float32")
+        names = [name for name in NUMBERS[5:] if product.bias or name != "biases_at"]
+        self._numbers = {name: kernel.take_number(name) for name in names}
+        self._factor = kernel.take_number("factor", "float32")
 
     def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
-        value, pitch = products[0], self._product.pitch
-        index = c.let(token * (rows if pitch is None else pitch) + row)
+        value, product, numbers, row = products[0], self._product, self._numbers, c.let(row)
+        index = numbers["outputs_at"] + token * numbers["outputs_stride"] + row
+        if product.blocks > 1:
+            size = c.let(T.floordiv(rows, product.blocks))
+            index = index + T.floordiv(row, size) * (numbers["outputs_each"] - size)
+        index = c.let(index)
         if self._biases is not None:
-            value = c.let(value + self._biases[row])
-        if self._product.relu:
+            value = c.let(value + self._biases[numbers["biases_at"] + row])
+        if product.relu:
             value = T.max(value, c.number(0.0))
-        if self._product.adds:
+        value = value * self._factor
+        if product.adds:
             value = self._outputs[index] + value
         c.store(self._outputs, index, value)

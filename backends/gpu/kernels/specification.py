@@ -4,19 +4,15 @@ Plain Python: no TVM.  Two programs with equal specifications share one compiled
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
+from zlib import crc32
 
-from pi2.model.states import StateShape
-from pi2.plan.documents.model_mixing import Latent
-from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn, Moe, Norm
-from pi2.plan.documents.plan import KvType
-from pi2.plan.weights.layout import GROUP, Precision, fill_groups
+from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn
+from pi2.plan.weights.layout import GROUP, Precision
 
 if TYPE_CHECKING:
-    from pi2.model.blocks import Attention
     from pi2.plan.documents.model import Model
     from pi2.plan.weights.layout import BundleLayout
 
@@ -159,8 +155,6 @@ class ProductKernels:
     """Whether products are added to what the outputs hold."""
     blocks: int = 1
     """Parts of the rows that have inputs of their own, such as the predictors of experts."""
-    pitch: int | None = None
-    """Elements from one token's products to the next one's, if they are more than the rows."""
 
     def __post_init__(self) -> None:
         assert self.length % GROUP == 0, self
@@ -170,170 +164,45 @@ class ProductKernels:
         parts = [f"product_{self.precision}_{self.length}"]
         parts += [name for name in ("bias", "relu", "adds") if getattr(self, name)]
         parts += [f"blocks_{self.blocks}"] if self.blocks > 1 else []
-        parts += [f"pitch_{self.pitch}"] if self.pitch is not None else []
         return "_".join(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingKernels:
-    """Embeddings of tokens (`pi2.backends.gpu.kernels.routing`)."""
-
-    length: int
-    precision: Precision
-    factor: float = 1.0
-    positions: bool = False
-    """Whether positions have vectors, which are added."""
-
-    def __post_init__(self) -> None:
-        assert self.length % GROUP == 0, self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormKernels:
-    """Norms of the residual stream, and sums into it (`pi2.backends.gpu.kernels.routing`)."""
-
-    length: int
-    """Elements of a vector in memory: zeros fill up the last group."""
-    width: int
-    """Elements that norms are taken of."""
-    norm: Norm
-    residual_factor: float = 1.0
-    spreads: bool = False
-    """Whether the FFN's sum begins with biases."""
-    experts: int = 0
-    """Experts of an MoE model with biases of their own; 0 for a model without experts."""
+FIXED: Mapping[str, frozenset[str]] = {
+    kernel: frozenset(names.split())
+    for kernel, names in {
+        "normalize": "centred added",
+        "turn": "head_dim norm_place rotated",
+        "keep": "key_width value_width",
+        "attend": "heads group key_width value_width value_stride is_chunked",
+        "join": "heads value_width",
+        "gate_heads": "kind norm_place",
+        "route": "experts active kind groups best_two normalise",
+        "spread": "active shared",
+        "convolve": "window is_silu",
+        "prepare": "is_delta",
+        "recur": "heads key_dim value_dim is_delta",
+        "multiply": "added",
+        "take_rows": "blocks added",
+    }.items()
+}
+"""Arguments of instructions that code depends on, by kernel; so do those named ``has_``.  All other
+arguments are numbers of a launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionKernels:
-    """Attention (`pi2.backends.gpu.kernels.attention`)."""
+class StepKernel:
+    """An instruction of a program (`pi2.backends.blocks.contract`)."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    """Elements of a key; with latent attention, of the latent vector."""
-    scale: float
-    """Factor of the scores."""
-    kv: KvType
-    head_norm: bool = False
-    epsilon: float = 0.0
-    """Epsilon of the norms of heads."""
-    norm_after: bool = False
-    """Whether heads are normalised after they have been turned."""
-    growth: bool = False
-    """Whether queries have factors that depend on the position."""
-    score_cap: float | None = None
-    window: int | None = None
-    """Tokens that a query looks back, itself included."""
-    chunked: bool = False
-    """Whether a query sees no token of the windows before its own, which do not overlap."""
-    sinks: bool = False
-    """Whether every head has a score in addition to the tokens' scores."""
-    output_gate: bool = False
-    """Whether gates of what heads mix come behind the values."""
-    latent: Latent | None = None
-    """Latent attention: one key head, whose first elements are the values."""
-
-    def __post_init__(self) -> None:
-        assert self.head_dim % 2 == 0 and self.heads % self.kv_heads == 0, self
-        assert self.kv != "int8" or self.head_dim % 4 == 0, self
-
-    @classmethod
-    def of(cls, own: Attention, model: Model, kv: KvType) -> AttentionKernels:
-        """Return the kernels for a layer's attention."""
-        _, kv_heads, size = own.kept
-        options, latent = own.options, own.latent
-        return cls(
-            heads=own.heads,
-            kv_heads=kv_heads,
-            head_dim=size,
-            scale=options.scale or 1 / math.sqrt(latent.key if latent else own.head_dim),
-            kv=kv,
-            head_norm=own.options.head_norm,
-            norm_after=options.head_norm_place == "after",
-            growth=own.options.growth > 0,
-            epsilon=model.norm.epsilon,
-            score_cap=options.softcap,
-            window=own.window,
-            chunked=options.window_kind == "chunked",
-            sinks=own.options.sinks,
-            output_gate=options.output_gate,
-            latent=latent,
-        )
+    kernel: str
+    fixed: tuple[tuple[str, int], ...] = ()
+    shared: tuple[tuple[str, str], ...] = ()
+    """Arrays that are the array of another argument, which stands before them."""
+    format: str = ""
+    """Of its weights, or of the KV cache."""
 
     @property
-    def vectors(self) -> int:
-        """QKV vectors of a token."""
-        return self.heads + 2 * self.kv_heads
-
-    @property
-    def qkv_pitch(self) -> int:
-        """Elements from one token's queries to the next one's."""
-        return (self.vectors + self.heads * self.output_gate) * self.head_dim
-
-    @property
-    def latent_rows(self) -> int:
-        """Elements from one token's query latent to the next one's."""
-        assert self.latent is not None
-        queries = self.latent.query_rank or self.heads * self.latent.key
-        return queries + self.heads * self.output_gate + self.latent.kept
-
-    @property
-    def value_width(self) -> int:
-        return self.head_dim if self.latent is None else self.latent.rank
-
-    @property
-    def mixed_pitch(self) -> int:
-        """Elements from what a head has mixed to the next head's."""
-        return self.head_dim if self.latent is None else fill_groups(self.latent.rank)
-
-    @property
-    def width(self) -> int:
-        """Length of the attention's output: zeros fill up the last group."""
-        return fill_groups(self.heads * self.mixed_pitch)
-
-    @property
-    def elements_per_word(self) -> int:
-        """Elements of a key or value in a word of 32 bits."""
-        return {"fp32": 1, "fp16": 2, "int8": 4}[self.kv]
-
-    @property
-    def row_words(self) -> int:
-        return self.head_dim // self.elements_per_word
-
-    @property
-    def value_words(self) -> int:
-        return -(-self.value_width // self.elements_per_word)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateKernels:
-    """Layers that keep a state (`pi2.backends.gpu.kernels.states`)."""
-
-    shape: StateShape
-    epsilon: float
-    """Epsilon of the norm of their output."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterKernels:
-    """The router of an MoE model (`pi2.backends.gpu.kernels.routing`)."""
-
-    length: int
-    """Of its inputs."""
-    moe: Moe
-    others: int = 0
-    """Experts behind all of these, which only layers that are no MoE model need."""
-    some_dense: bool = False
-    """Whether there are such layers."""
-
-    @property
-    def rows(self) -> int:
-        return self.moe.experts + self.moe.shared_gate
-
-    @property
-    def pitch(self) -> int:
-        return self.moe.experts + self.moe.shared_experts + self.others
+    def name(self) -> str:
+        return f"{self.kernel}_{crc32(repr((self.fixed, self.shared, self.format)).encode()):x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,13 +230,10 @@ class GpuSpec:
     gates: FfnKernels | None = None
     """All gates of neurons in slots."""
     select: SelectKernels | None = None
-    router: RouterKernels | None = None
+    spreads: FfnKernels | None = None
+    """Experts whose biases the sum of neurons begins with."""
     products: tuple[ProductKernels, ...] = ()
-    embedding: EmbeddingKernels | None = None
-    norm: NormKernels | None = None
-    attention: tuple[AttentionKernels, ...] = ()
-    """Kinds of layers; names of kernels end with the number of theirs."""
-    state: StateKernels | None = None
+    steps: tuple[StepKernel, ...] = ()
     reads: bool = False
     """Whether the device's read rate is to be measured."""
 
