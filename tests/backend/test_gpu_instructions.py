@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.backends.blocks.contract import COMMON, FIELDS, ROUTERS, ROUTING, STATES
+from pi2.backends.blocks.contract import FIELDS, ROUTERS
 from pi2.backends.blocks.instructions import put_float
 from pi2.backends.gpu.instructions import make_step
 from pi2.backends.gpu.kernels.compile import make_step as make_kernel
@@ -18,15 +18,17 @@ from tests.helpers.blocks import Numpy
 from tests.helpers.goldens import measure_error
 from tests.helpers.gpu import Bench
 from tests.helpers.instruction_cases import (
-    CASES,
     TOKENS,
     Case,
     Draw,
     draw_cache,
+    list_common,
+    list_routing,
     make_attention,
     place_cache,
     put,
 )
+from tests.helpers.state_cases import list_states
 
 CLOSE = 3e-6
 ROUNDED = {"fp32": CLOSE, "fp16": CLOSE, "int8": 3e-5}
@@ -52,8 +54,8 @@ def is_computed(case: Case) -> bool:
 
 
 def list_cases(kernel: str) -> Iterator[Case]:
-    for library in (COMMON, ROUTING, STATES):
-        for case in CASES[library](Draw(4)):
+    for listed in (list_common, list_routing, list_states):
+        for case in listed(Draw(4)):
             if case.kernel == kernel and is_computed(case):
                 yield complete(case)
 
