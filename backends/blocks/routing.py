@@ -1,4 +1,4 @@
-"""Routers: kernels that choose experts, and list, weigh and spread what they have chosen."""
+"""Routers: kernels that choose experts, and list, weigh and spread these."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ def _emit_products(arena: v.Buffer, base: v.Expr, stride: v.Expr, table: v.Buffe
 
 
 def _move(block: v.Expr, factors: tuple[int, int]) -> v.Expr:
-    """Return what has the remainder of ``block`` and lies where ``factors`` take it."""
+    """Return a block that has the remainder of ``block`` and lies where ``factors`` take it."""
     pair = T.Shuffle([T.int64(factors[0]), T.int64(factors[1])], [0, 1])
     low, high = (
         T.call_llvm_pure_intrin("int64x2", "llvm.x86.pclmulqdq", block, pair, T.int8(halves))

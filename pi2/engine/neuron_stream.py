@@ -263,7 +263,7 @@ class NeuronStream:
         return _Filling(piece, buffer, pending)
 
     def _finish(self, filling: _Filling) -> None:
-        """Copy what is in memory, and wait for the rest."""
+        """Copy neurons in memory, and wait for the others."""
         slots, end = filling.piece.slots, 0
         for missing in [*filling.piece.find_missing(self.shortest_gap), slice(len(slots), None)]:
             here = slice(end, missing.start)

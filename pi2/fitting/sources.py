@@ -70,10 +70,13 @@ class StoreSource(Source):
         states = "nothing, every layer has a KV cache"
         if model.states:
             states = f"{several}{len(model.states)} states" + ", with a copy" * (copies - 1)
+        kept = [own for block in model.blocks if (own := block.attention) and own.key_layer is None]
         staging = count_staging(resolved)
         return Needs(
             attention=need_attention(resolved),
-            kv=Need(arrays.get("kv", 0), f"{several}{plan.kv.context} tokens"),
+            kv=Need(
+                arrays.get("kv", 0), f"{several}{plan.kv.context} tokens in {len(kept)} layers"
+            ),
             state=Need(copies * arrays.get("state", 0), states),
             predictor=need_predictor(resolved),
             hot=_need_hot(resolved),

@@ -1,4 +1,4 @@
-"""Texts as token ids, windows that models run over, scores, and a file of what was found so far."""
+"""Texts as token ids, windows that models run over, scores, and a file of results so far."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Unfinished:
         return int(self.arrays.get("windows", 0))
 
     def keep(self, found: Mapping[str, Any]) -> None:
-        """Write ``found`` in addition to what was kept."""
+        """Write ``found`` in addition to earlier results."""
         self.arrays |= found
         if self._file is None:
             return

@@ -23,7 +23,7 @@ class MatrixPlace(NamedTuple):
     offset: int
     size: int
     is_mapped: bool
-    """Whether it stays in the page cache, where the system shares it."""
+    """Whether it stays in the page cache, which the system shares."""
 
 
 @dataclass(slots=True)

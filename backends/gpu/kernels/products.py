@@ -330,8 +330,8 @@ NUMBERS = (
     *("inputs_at", "inputs_stride", "inputs_each", "tile", "begin"),
     *("biases_at", "outputs_at", "outputs_stride", "outputs_each"),
 )
-"""Where inputs and outputs begin, and steps between tokens and between blocks; the first tile of
-the rows, and the first row in it: ``rows`` counts from that tile's first one on."""
+"""First elements of inputs and outputs, and steps between tokens and between blocks; the first
+tile of the rows, and the first row in it: ``rows`` counts from that tile's first one on."""
 
 
 class _Inputs:
