@@ -59,7 +59,7 @@ class Ring(Generic[Filling]):
         self.fill()
 
     def abandon(self) -> None:
-        """Forget unfinished contents: late reads would spoil later ones, so none is under way then."""
+        """Forget unfinished contents once nothing is under way: late reads would spoil others."""
         while self.ahead:
             batch = self.ahead[0].batch
             if batch is not None:
