@@ -20,7 +20,7 @@ from pi2.logging import get_logger
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 
-_PATIENCE = 500
+_PATIENCE = 5000
 """How often a thread looks for work before it sleeps."""
 
 
