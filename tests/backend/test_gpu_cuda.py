@@ -72,7 +72,7 @@ def make_spec(arch: str) -> GpuSpec:
                 normalise=0,
                 has_choice_bias=0,
             ),
-            make_step("spread", active=2, has_scores=0),
+            make_step("spread", active=2, shared=0, has_scores=0),
             make_step("keep", "fp16", key_width=128, value_width=128),
             make_step("attend", "fp16", **HEADS, group=4, is_chunked=0),
             make_step("join", heads=32, value_width=128, has_sinks=0),
