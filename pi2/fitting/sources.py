@@ -71,12 +71,11 @@ class StoreSource(Source):
         if model.states:
             states = f"{several}{len(model.states)} states" + ", with a copy" * (copies - 1)
         kept = [own for block in model.blocks if (own := block.attention) and own.key_layer is None]
+        tokens = f"{several}{plan.kv.context} tokens in {len(kept)} layers"
         staging = count_staging(resolved)
         return Needs(
             attention=need_attention(resolved),
-            kv=Need(
-                arrays.get("kv", 0), f"{several}{plan.kv.context} tokens in {len(kept)} layers"
-            ),
+            kv=Need(arrays.get("kv", 0), tokens),
             state=Need(copies * arrays.get("state", 0), states),
             predictor=need_predictor(resolved),
             hot=_need_hot(resolved),

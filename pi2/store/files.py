@@ -9,6 +9,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,20 +55,24 @@ class PlacedFile:
         self._path, self._keeps = path, keeps
         self._part = path.with_name(f".{path.name}{PART}")
         self._journal = path.with_name(f".{path.name}.done{PART}")
-        known = hashlib.sha256(str(plan.size).encode())
-        for piece in plan.pieces:
-            known.update(piece.data)
-        self._done = self._read_journal(known.hexdigest()) if keeps else set[int]()
+        known = b"".join((str(plan.size).encode(), *(piece.data for piece in plan.pieces)))
+        key = hashlib.sha256(known).hexdigest()
+        self._done = self._read_journal(key) if keeps else set[int]()
         self._new: list[int] = []
         self._position = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream = self._part.open("r+b" if self._done else "wb", 2**20)
-        if not self._done:
+        if self._done:
+            return
+        self._first = f"{key}\n"
+        try:
             self._journal.unlink(missing_ok=True)
-            self._first = f"{known.hexdigest()}\n"
             for piece in plan.pieces:
                 self.write(piece.offset, piece.data)
             self._stream.truncate(plan.size)
+        except OSError:
+            self.close()
+            raise
 
     def _read_journal(self, key: str) -> set[int]:
         """Numbers of the contents that are there; what a crash has cut off has no line's end."""
@@ -85,9 +90,8 @@ class PlacedFile:
         """Write bytes, or an array in C order; return the byte behind them."""
         if offset != self._position:
             self._stream.seek(offset)
-        flat = data if isinstance(data, bytes) else _flatten(data)
-        self._stream.write(flat)
-        self._position = offset + len(flat)
+        flat = data if isinstance(data, bytes) else np.ascontiguousarray(data).data
+        self._position = offset + self._stream.write(flat)
         return self._position
 
     def mark(self, number: int) -> None:
@@ -120,7 +124,8 @@ class PlacedFile:
 
     def close(self) -> None:
         """End here; without `finish` nothing but settled contents stay."""
-        self._stream.close()
+        with suppress(OSError):  # a full disk has no room for contents that are given up
+            self._stream.close()
         if not self._keeps:
             self._part.unlink(missing_ok=True)
 
@@ -141,10 +146,6 @@ def link_or_copy(source: Path, target: Path) -> None:
             shutil.copyfileobj(given, made, 1 << 24)
             made.flush()
             os.fsync(made.fileno())
-
-
-def _flatten(data: Raw) -> memoryview:
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
 
 
 def _read_pieces(path: Path) -> Iterator[memoryview]:
