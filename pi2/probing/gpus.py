@@ -10,7 +10,7 @@ from pi2.arrays import F32, Raw
 from pi2.backends.gpu.devices import Survey, open_device, survey_api
 from pi2.backends.gpu.kernels.specification import Api, GpuSpec, ProductKernels
 from pi2.backends.gpu.launchers.interface import Launcher
-from pi2.backends.gpu.launches import Kernels
+from pi2.backends.gpu.launches import Kernels, number_product
 from pi2.backends.gpu.packing import pack_matrix
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import matrix_bytes
@@ -87,7 +87,7 @@ class DeviceBench:
             self._queue.upload(arrays[name], value)
         size = 1 if tokens == 1 else 64
         launch = self._kernels.bind(f"{self._product.name}_{size}", arrays)
-        recording = self._queue.record([(launch, {"rows": rows, "tokens": tokens})])
+        recording = self._queue.record([(launch, number_product(rows, WIDTH) | {"tokens": tokens})])
 
         def run(_: int = 0) -> None:
             self._queue.replay(recording)
