@@ -1,7 +1,10 @@
 """Small vocabulary of vector expressions over TVMScript's builder."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tvm
 from tvm.script.ir_builder import IRBuilder
@@ -9,6 +12,9 @@ from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler.signature import Kind, Parameter, Signature, arrange
+
+if TYPE_CHECKING:
+    from pi2.plan.documents.model_parts import Ffn
 
 Expr = Any
 Buffer = Any
@@ -253,6 +259,51 @@ def take_softplus(value: Expr, lanes: int) -> Expr:
     for odd in (13, 11, 9, 7, 5, 3, 1):
         series = let(T.fma(series, square, number(1.0 / odd)))
     return T.max(value, number(0.0)) + number(2.0) * ratio * series
+
+
+class ScalarMath(NamedTuple):
+    """How a processor computes with float32 scalars."""
+
+    number: Callable[[float], Expr]
+    let: Callable[[Expr], Expr]
+    exponential: Callable[[Expr], Expr]
+    error_function: Callable[[Expr], Expr]
+    tanh: Callable[[Expr], Expr]
+
+
+def activate(own: ScalarMath, ffn: Ffn, gate: Expr, up: Expr | None) -> Expr:
+    """Return a neuron's value; ``up`` is None where neurons have no gate."""
+    gate, zero, one = own.let(gate), own.number(0.0), own.number(1.0)
+    match ffn.activation:
+        case "relu" | "drelu":
+            active = T.max(gate, zero)
+        case "fatrelu":
+            active = T.Select(gate > own.number(ffn.threshold), gate, zero)
+        case "relu2":
+            positive = own.let(T.max(gate, zero))
+            active = positive * positive
+        case "silu":
+            if ffn.limit is not None:
+                gate = own.let(T.min(gate, own.number(ffn.limit)))
+            steep = gate if ffn.slope == 1.0 else own.let(own.number(ffn.slope) * gate)
+            active = gate / (one + own.exponential(zero - steep))
+        case "gelu":
+            scaled = own.let(gate * own.number(math.sqrt(0.5)))
+            active = own.number(0.5) * gate * (one + own.error_function(scaled))
+        case "gelu_tanh":
+            cube = gate * gate * gate
+            inner = own.number(math.sqrt(2 / math.pi)) * (gate + own.number(0.044715) * cube)
+            active = own.number(0.5) * gate * (one + own.tanh(own.let(inner)))
+    active = own.let(active)
+    if up is None:
+        return active
+    if ffn.activation == "drelu":
+        up = T.max(up, zero)
+    if ffn.limit is not None:
+        up = T.max(T.min(up, own.number(ffn.limit)), own.number(-ffn.limit))
+    if ffn.up_offset:
+        up = up + own.number(ffn.up_offset)
+    return own.let(active * up)
 
 
 class Parameters:

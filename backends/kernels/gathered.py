@@ -31,7 +31,7 @@ from pi2.backends.kernels.neurons import (
 )
 from pi2.backends.kernels.operands import LINE, Activations, Prefetch, Vector
 from pi2.backends.kernels.spec import KernelSpec
-from pi2.plan.weights.layout import GROUP, PartName, scale_bytes, weight_bytes
+from pi2.plan.weights.layout import PartName, scale_bytes, weight_bytes
 
 TOGETHER = 4
 """Neurons that a thread computes at the same time.  A loop that only reads rows of 7 KB, spread
@@ -173,19 +173,20 @@ class Run:
 
     def ask_for(self, places: Sequence[Place], name: PartName) -> Prefetch:
         """Return what to call while parts are read, to ask for ``name`` of neurons ``places``."""
-        parts, scales = self.take_parts(places, name), self.bundles.scales
+        parts, level = self.take_parts(places, name), self.isa.prefetch_level
         part = next(part for part in self.spec.bundle.parts if part.name == name)
-        has_rows = scales is not None and part.resident
+        hidden = self.spec.hidden
+        own = hidden if part.spread else scale_bytes(hidden, part.precision)
+        # Scales follow the weights: a processor that fills its first cache has begun to read ahead.
+        asks_scales = own and (level > 1 or part.resident)
 
         def ask(index: int, byte: v.Expr, size: int) -> None:
-            # Scales follow the weights: the processor has begun to read ahead by then.
+            vector = parts[index]
             for line in range(0, size, LINE):
-                v.prefetch(self.bundles.arena, parts[index].weights_base + byte + line)
-            if has_rows:
-                # Elsewhere it has not.
-                own = GROUP if part.spread else scale_bytes(GROUP, part.precision)
-                weights = weight_bytes(GROUP, part.precision)
-                v.prefetch(scales, parts[index].scales_base + T.floordiv(byte * own, weights))
+                v.prefetch(vector.weights, vector.weights_base + byte + line, level)
+            if asks_scales:
+                place = T.floordiv(byte * own, weight_bytes(hidden, part.precision))
+                v.prefetch(vector.scales, vector.scales_base + place, level)
 
         return ask
 
@@ -281,7 +282,8 @@ def emit_at_once(
             if gates is None:
                 # A row is read from its beginning to its end.
                 names = run.names
-                asked = [*((places, name) for name in names[1:]), (following, names[0])]
+                later = places if run.isa.prefetch_level == 1 else following
+                asked = [*((later, name) for name in names[1:]), (following, names[0])]
                 dots = [run.dot(places, name, *ask) for name, ask in zip(names, asked, strict=True)]
             else:
                 dots = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pi2.plan.weights.layout import split_lanes
@@ -32,6 +32,9 @@ class Isa:
     something: unpacked weights fit the registers next to sums."""
     blocks: bool = False
     """Whether many tokens are multiplied sixteen by sixteen rows (`amx`)."""
+    prefetch_level: int = 1
+    """First cache that takes what memory is asked for: more requests are under way where the second
+    has more buffers than the first."""
 
 
 BLOCK_TOKENS = 16
@@ -119,7 +122,8 @@ def list_newest(architecture: str) -> list[Set[str]]:
 
 def choose_isa(features: Set[str], architecture: str) -> Isa:
     """Return the fastest schedule that ``features`` allow on ``architecture``."""
-    return _choose(features, architecture)[1]
+    level = 2 if "l2-prefetch" in features else 1
+    return replace(_choose(features, architecture)[1], prefetch_level=level)
 
 
 def choose_features(features: Set[str], architecture: str) -> tuple[str, ...]:

@@ -213,7 +213,7 @@ def emit_multiply(
     finish: Finish,
 ) -> None:
     """matrix . x of a few ``tokens``, the first and their number; threads share the rows."""
-    origin, count = tokens
+    (origin, count), level = tokens, isa.prefetch_level
 
     def ask_ahead(vectors: Sequence[Vector], ahead: int) -> Prefetch:
         """Return what asks for the weights that lie ``ahead`` bytes ahead, at their pace."""
@@ -221,7 +221,7 @@ def emit_multiply(
         def ask(index: int, byte: v.Expr, size: int) -> None:
             vector = vectors[index]
             for line in range(0, size, LINE):
-                v.prefetch(vector.weights, vector.weights_base + byte + ahead + line)
+                v.prefetch(vector.weights, vector.weights_base + byte + ahead + line, level)
 
         return ask
 

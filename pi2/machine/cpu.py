@@ -158,8 +158,10 @@ def _find_features(architecture: str, processors: Sequence[Processor]) -> frozen
     names = _FEATURES.get(architecture, {})
     found: list[frozenset[IsaFeature]] = []
     for processor in processors:
-        words = processor.get("flags", processor.get("Features", "")).split()
-        found.append(frozenset(names[word] for word in words if word in names))
+        words = set(processor.get("flags", processor.get("Features", "")).split())
+        family = f"{processor.get('vendor_id')} {processor.get('cpu family')}"
+        tables = names, _TABLE["families"].get(family, {})
+        found.append(frozenset(own[word] for own in tables for word in words & own.keys()))
     if found:
         return frozenset.intersection(*found)
     # Without /proc only what the architecture itself promises is certain.

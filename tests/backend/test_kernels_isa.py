@@ -1,6 +1,7 @@
 """Schedules: what features choose, which instructions come out, and aarch64 under emulation."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,14 @@ def test_a_gathered_neuron_takes_the_instructions_of_its_schedule(
     code = generate_assembly(spec, "add_neurons")
     assert all(instruction in code for instruction in present)
     assert not any(instruction in code for instruction in absent)
+
+
+@pytest.mark.parametrize("name", ["add_neurons", "predict_gate"])
+def test_prefetches_fill_the_cache_that_the_processor_prefers(name: str) -> None:
+    for more, level in (((), "t0"), (("l2-prefetch",), "t1")):
+        features = tuple(sorted([*X86_FEATURES["avx512vnni"], *more]))
+        code = generate_assembly(make_spec(hidden=512, features=features), name)
+        assert set(re.findall(r"prefetch(\w+)", code)) == {level}
 
 
 @pytest.mark.parametrize("name", ARM_FEATURES)

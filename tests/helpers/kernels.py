@@ -211,12 +211,8 @@ def quantize_activations(x: F32, planes: int) -> tuple[list[npt.NDArray[Any]], F
 
 def leave_lane_order(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return sums [tokens, hidden] of the FFN's kernels in natural order."""
-    blocks, start = [], 0
-    for lanes in split_lanes(y.shape[1]):
-        block = y[:, start : start + lanes * GROUP].reshape(len(y), GROUP, lanes)
-        blocks.append(block.transpose(0, 2, 1).reshape(len(y), -1))
-        start += lanes * GROUP
-    return np.concatenate(blocks, 1)
+    places = put_in_lane_order(np.arange(y.shape[1], dtype=np.float32)[None])[0].astype(int)
+    return y[:, np.argsort(places)]
 
 
 def put_in_lane_order(x: F32) -> F32:

@@ -15,7 +15,7 @@ from pi2.measuring.timeline import record_run
 from pi2.orchestrator import load
 from pi2.plan.toml.text import write_value
 from pi2.progress import ignore_progress
-from tests.helpers.models import TinyModel, make_tiny
+from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 from tests.helpers.tables import in_table
 
@@ -34,13 +34,9 @@ APART = {"memory.units": {"second": {"budget": "2 MiB"}}}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_tiny(tmp_path_factory.mktemp("views"))
-
-
-@pytest.fixture(scope="module")
-def plan(tiny: TinyModel) -> Path:
-    return write_plan(tiny.store.parent, tiny)
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("views")
+    return write_plan(folder, make_tiny(folder))
 
 
 def extend(plan: Path, name: str, *settings: Mapping[str, Any]) -> Path:

@@ -15,12 +15,12 @@ kernel                  parameters: arrays, then numbers
 N is the number of tokens that a work group computes with.  ``parts`` is how many parts the neurons
 are divided into: enough work groups run then."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from tvm.tirx.script import builder as T
 
+from pi2.backends.compiler import vectors as v
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels import products as many
 from pi2.backends.gpu.kernels.code import Weights, count_words, unpack_word
@@ -34,43 +34,7 @@ from pi2.backends.gpu.kernels.products import (
     multiply_many,
 )
 from pi2.backends.gpu.kernels.specification import Axis, FfnKernels
-from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP, Precision
-
-
-def activate(ffn: Ffn, gate: c.Expr, up: c.Expr | None) -> c.Expr:
-    """Return a neuron's value; ``up`` is None where neurons have no gate."""
-    gate, zero = c.let(gate), c.number(0.0)
-    match ffn.activation:
-        case "relu" | "drelu":
-            active = T.max(gate, zero)
-        case "fatrelu":
-            active = T.Select(gate > c.number(ffn.threshold), gate, zero)
-        case "relu2":
-            positive = c.let(T.max(gate, zero))
-            active = positive * positive
-        case "silu":
-            if ffn.limit is not None:
-                gate = c.let(T.min(gate, c.number(ffn.limit)))
-            steep = gate if ffn.slope == 1.0 else c.let(c.number(ffn.slope) * gate)
-            active = gate / (c.number(1.0) + T.exp(zero - steep))
-        case "gelu":
-            scaled = c.let(gate * c.number(math.sqrt(0.5)))
-            active = c.number(0.5) * gate * (c.number(1.0) + T.erf(scaled))
-        case "gelu_tanh":
-            cube = gate * gate * gate
-            inner = c.number(math.sqrt(2 / math.pi)) * (gate + c.number(0.044715) * cube)
-            active = c.number(0.5) * gate * (c.number(1.0) + compute_tanh(c.let(inner)))
-    active = c.let(active)
-    if up is None:
-        return active
-    if ffn.activation == "drelu":
-        up = T.max(up, zero)
-    if ffn.limit is not None:
-        up = T.max(T.min(up, c.number(ffn.limit)), c.number(-ffn.limit))
-    if ffn.up_offset:
-        up = up + c.number(ffn.up_offset)
-    return c.let(active * up)
 
 
 def compute_tanh(x: c.Expr) -> c.Expr:
@@ -79,6 +43,9 @@ def compute_tanh(x: c.Expr) -> c.Expr:
     falling = c.let(T.exp(c.number(-2.0) * size))
     result = c.let((c.number(1.0) - falling) / (c.number(1.0) + falling))
     return T.Select(x < c.number(0.0), c.number(0.0) - result, result)
+
+
+_MATH = v.ScalarMath(c.number, c.let, T.exp, T.erf, compute_tanh)
 
 
 ELEMENTS = 8
@@ -122,7 +89,7 @@ class Epilogue:
         if weight is not None and self._ffn.weighs_input:
             products = [c.let(product * weight) for product in products]
         options = self._ffn.options
-        value = activate(options, products[0], products[1] if options.gated else None)
+        value = v.activate(_MATH, options, products[0], products[1] if options.gated else None)
         return value if weight is None or self._ffn.weighs_input else value * weight
 
 

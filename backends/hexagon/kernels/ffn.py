@@ -17,55 +17,17 @@ Arrays of a tile; word k of a token holds its elements 4k to 4k + 3:
   row's product is the sum of its groups' products times their multipliers.
 - int8: vector k holds word k, as ``q + 128``; offsets int32 [tokens]."""
 
-import math
-
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
 from pi2.backends.hexagon.arrays import INPUTS, VECTORS, count_row_bytes
 from pi2.backends.hexagon.kernels import code as c
 from pi2.backends.hexagon.specification import LANES, LAYOUTS, FfnShape, Weights
-from pi2.plan.documents.model_parts import Ffn
 from pi2.plan.weights.layout import GROUP
 
 MAGIC = 12582912.0
 """1.5 * 2^23: added to a float, it leaves the nearest integer in the lowest bits."""
 _MAGIC_BITS = 0x4B400000
-
-
-def activate(ffn: Ffn, gate: c.Expr, up: c.Expr | None) -> c.Expr:
-    """Return a neuron's value; ``up`` is None where neurons have no gate."""
-    gate, zero, one = v.let(gate), c.number(0.0), c.number(1.0)
-    match ffn.activation:
-        case "relu" | "drelu":
-            active = T.max(gate, zero)
-        case "fatrelu":
-            active = T.Select(gate > c.number(ffn.threshold), gate, zero)
-        case "relu2":
-            positive = v.let(T.max(gate, zero))
-            active = positive * positive
-        case "silu":
-            if ffn.limit is not None:
-                gate = v.let(T.min(gate, c.number(ffn.limit)))
-            steep = gate if ffn.slope == 1.0 else v.let(c.number(ffn.slope) * gate)
-            active = gate / (one + v.take_exponential(zero - steep, 1, _round_off))
-        case "gelu":
-            scaled = gate * c.number(math.sqrt(0.5))
-            active = c.number(0.5) * gate * (one + v.take_error_function(scaled, 1, _round_off))
-        case "gelu_tanh":
-            cube = gate * gate * gate
-            inner = c.number(math.sqrt(2 / math.pi)) * (gate + c.number(0.044715) * cube)
-            active = c.number(0.5) * gate * (one + v.take_tanh(v.let(inner), 1, _round_off))
-    active = v.let(active)
-    if up is None:
-        return active
-    if ffn.activation == "drelu":
-        up = T.max(up, zero)
-    if ffn.limit is not None:
-        up = T.max(T.min(up, c.number(ffn.limit)), c.number(-ffn.limit))
-    if ffn.up_offset:
-        up = up + c.number(ffn.up_offset)
-    return v.let(active * up)
 
 
 def round_to_integer(value: c.Expr) -> c.Expr:
@@ -75,6 +37,15 @@ def round_to_integer(value: c.Expr) -> c.Expr:
 
 def _round_off(value: c.Expr) -> c.Expr:
     return T.cast(round_to_integer(value), "float32")
+
+
+_MATH = v.ScalarMath(
+    c.number,
+    v.let,
+    lambda x: v.take_exponential(x, 1, _round_off),
+    lambda x: v.take_error_function(x, 1, _round_off),
+    lambda x: v.take_tanh(x, 1, _round_off),
+)
 
 
 _LOW = 0x0F0F0F0F
@@ -230,7 +201,7 @@ def emit_values(ffn: FfnShape, together: int, *operands: c.Expr) -> None:
             if weight is not None and ffn.weighs_input:
                 products = [v.let(product * weight) for product in products]
             up = products[1] if ffn.options.gated else None
-            value = activate(ffn.options, products[0], up)
+            value = v.activate(_MATH, ffn.options, products[0], up)
             if weight is not None and not ffn.weighs_input:
                 value = value * weight
             value = T.Select(neuron < o["count"], value, c.number(0.0))

@@ -24,13 +24,15 @@ IsaFeature = Literal[
     "avx512vl",
     "avx512vnni",
     "amx-int8",
+    "l2-prefetch",
     "neon",
     "fp16",
     "dotprod",
     "i8mm",
     "sve",
 ]
-"""An instruction-set feature that kernels are chosen by."""
+"""A feature of processors that kernels are chosen by.  ``l2-prefetch``: more prefetches are under
+way at a time if the second-level cache takes them (Zen 4)."""
 
 UnitKind = Literal["cpu", "gpu", "npu"]
 """A kind of compute unit."""
