@@ -225,7 +225,7 @@ class LatentAttention:
         out = self._make("latent_out" if is_whole else "latent_values", layer, each)
         first = latent.plain if is_whole else 0
         builder.add_heads(Area(mixed.address, rank), rank, out, heads, first)
-        if own.options.output_gate:
+        if own.gates:
             builder.add_weighing(each, own.head_dim, Area(gates.address, 1), each=heads)
         return values
 
@@ -245,7 +245,7 @@ class LatentAttention:
             builder.make_product(name, layer, made, has_bias and rank is not None),
             builder.make_product("latent", layer, vectors, has_bias),
         ]
-        if own.options.output_gate:
+        if own.gates:
             products.append(self._make("query_gate", layer, gates))
         made_products = []
         if self._index is not None:

@@ -251,7 +251,7 @@ class Layers:
         query, keys, heads = own.query, own.keys, own.heads
         width = attention.value_width or own.head_dim
         values = own.kv_heads * width
-        is_together = attention.output_gate and self._model.tensors.query_gate is None
+        is_together = own.gates and self._model.tensors.query_gate is None
         first = query * (1 + is_together)
         projected = builder.take_area("qkv", first + keys + values)
         areas = {
@@ -262,7 +262,7 @@ class Layers:
         parts = list(areas.items())
         parts = parts[: 1 if not own.has_keys else 2 if own.keys_are_values else 3]
         products = builder.list_inputs("fused_qkv", layer, parts, attention.qkv_bias)
-        gates = self._make_gates(layer, own, projected) if attention.output_gate else None
+        gates = self._make_gates(layer, own, projected) if own.gates else None
         if gates is not None and not is_together:
             gate = builder.make_product("query_gate", layer, gates.area, attention.qkv_bias)
             products.append(gate)
