@@ -224,19 +224,20 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError as error:
             raise PipeClosed from error
+        except click.UsageError as error:
+            if error.ctx is None or error.ctx.info_name != "run" or "extra" not in error.message:
+                raise
+            text = f"{error.message}: write it after --prompt or --chat"
+            raise click.UsageError(text, error.ctx) from None
 
 
 class Subcommands(click.Group):
     """A group that lists its commands with whole sentences."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = []
-        for name in self.list_commands(ctx):
-            command = self.get_command(ctx, name)
-            assert command is not None
-            rows.append((name, command.get_short_help_str(limit=1000).rstrip(".")))
+        texts = {name: own.get_short_help_str(limit=1000) for name, own in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(name, texts[name].rstrip(".")) for name in sorted(texts)])
 
 
 def respell(words: list[str], is_quiet: bool) -> Iterator[str]:
@@ -256,13 +257,10 @@ def respell(words: list[str], is_quiet: bool) -> Iterator[str]:
 def name_numbers(command: click.Command) -> None:
     for option in command.params:
         if isinstance(option, click.Option) and option.metavar is None and not option.is_flag:
-            if isinstance(option.type, click.types.IntParamType):
-                option.metavar = "N"
-            elif isinstance(option.type, click.types.FloatParamType):
-                option.metavar = "X"
-    if isinstance(command, click.Group):
-        for own in command.commands.values():
-            name_numbers(own)
+            kinds = (click.types.IntParamType, "N"), (click.types.FloatParamType, "X")
+            option.metavar = next((n for kind, n in kinds if isinstance(option.type, kind)), None)
+    for own in command.commands.values() if isinstance(command, click.Group) else ():
+        name_numbers(own)
 
 
 def describe_unknown(name: str) -> str:
@@ -270,8 +268,8 @@ def describe_unknown(name: str) -> str:
 
     near = difflib.get_close_matches(name, list_commands(), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    if not near and name.endswith(".plan.toml"):
-        hint = f" To run a plan, write `pi2 run {name}`."
+    is_file = name.endswith((".plan.toml", ".gguf"))
+    hint = f" To run it, write `pi2 run {name}`." if is_file else hint
     return f"There is no command {name!r}.{hint}"
 
 
