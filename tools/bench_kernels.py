@@ -25,6 +25,7 @@ import numpy.typing as npt
 from pi2.arrays import U8
 from pi2.backends.kernels.isa import BLOCK_TOKENS, count_blocks_bytes, count_tile_bytes
 from pi2.backends.kernels.spec import KEPT, PANEL, PARTS, UNPACKED, KernelSpec, describe_kernels
+from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Ffn, Quantization, Shape
 from pi2.plan.weights.layout import Precision, lay_out_bundle, weight_bytes
@@ -299,7 +300,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--planes", type=int, default=2)
-    parser.add_argument("--features", default="sse4.2,avx2,fma,f16c,avx512f,avx512bw,avx512vl")
+    parser.add_argument("--features", default=",".join(detect_cpu().features), help="(its own)")
     options = parser.parse_args()
     os.environ["TVM_NUM_THREADS"] = str(options.threads)
     bench = Bench(make_spec(options.threads, options.features.split(","), options.planes))
