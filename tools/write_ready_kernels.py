@@ -30,6 +30,7 @@ from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.faults.guard import FaultSpec
 from pi2.machine.cpu import detect_cpu, list_features
 from pi2.memory.host_loops import HostSpec, choose_checks
+from pi2.plan.documents.device import IsaFeature
 from pi2.progress import ignore_progress
 
 PROCESSORS = ("avx2", "avx512bw", "avx512vnni", "amx")
@@ -37,11 +38,16 @@ GROUPS = ((1,), (2,), (3,), (4,), (4, 1), (4, 2), (4, 3))
 """Heads that read the same keys and values, as models have them."""
 
 
-def list_specs(processor: str) -> list[BlockSpec]:
+def list_specs(processor: str, *more: IsaFeature) -> list[BlockSpec]:
+    """``more``: features that only change attention, which is then listed."""
     attention = [name_attention(kind, group) for kind in ("fp16", "int8") for group in GROUPS]
     index = [name_attention("fp16", group, INDEX) for group in ((4,),)]
-    names = [STEPS, COMMON, ROUTING, STATES, *attention, *index, *sorted(list_unpackings())]
-    return describe_libraries(names, list_features("x86-64", processor), "x86-64")
+    names = (
+        [*attention, *index]
+        if more
+        else [STEPS, COMMON, ROUTING, STATES, *attention, *index, *sorted(list_unpackings())]
+    )
+    return describe_libraries(names, list_features("x86-64", processor) | {*more}, "x86-64")
 
 
 def list_groups(processors: list[str]) -> Iterator[list[Spec]]:
@@ -51,6 +57,8 @@ def list_groups(processors: list[str]) -> Iterator[list[Spec]]:
     yield [HostSpec(checks=item) for item in checks]
     for processor in processors:
         yield list(list_specs(processor))
+    if "avx512vnni" in processors:
+        yield list(list_specs("avx512vnni", "l2-prefetch"))
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class Heads:
 
     def __init__(self, isa: Isa, kind: KvType, table: Table) -> None:
         self.table, self._scratch, self._width = table, table.scratch, table.value_width
-        self._lanes, self._is_scaled = isa.lanes, kind == "int8"
+        self._lanes, self._level, self._is_scaled = isa.lanes, isa.prefetch_level, kind == "int8"
         self._keys, self._values = (
             table.get_array(name, KV_TYPES[kind]) for name in ("key_cache", "value_cache")
         )
@@ -243,16 +243,16 @@ class _Parts(Heads):
             later, following = base + _AHEAD * width, self._following + behind * width
             later = v.let(T.Select(behind < T.int64(0), later, following))
             with T.serial((several * width + 31) // 32) as line:
-                v.prefetch(self._keys, later + line * 32)
+                v.prefetch(self._keys, later + line * 32, self._level)
             # Values are read when the scores are known.
             value = v.let(self._value_base + place * self.table.value_stride)
             with T.serial((several * self.table.value_stride + 31) // 32) as line:
-                v.prefetch(self._values, value + line * 32)
+                v.prefetch(self._values, value + line * 32, self._level)
             return [base + k * width for k in range(several)]
         for k in range(several):
             later = v.let(self._base + self._find_position(at + (_AHEAD + k)) * width)
             with T.serial((width + 31) // 32) as line:
-                v.prefetch(self._keys, later + line * 32)
+                v.prefetch(self._keys, later + line * 32, self._level)
         return [v.let(self._base + self._find_position(at + k) * width) for k in range(several)]
 
     def _multiply(self, several: int, at: v.Expr) -> v.Expr:

@@ -37,12 +37,6 @@ class Block:
         return tuple(n for n, mixer in enumerate(self.mixers) if isinstance(mixer, State))
 
 
-def find_attention(model: Model, layer: int) -> Attention:
-    found = model.blocks[layer].attention
-    assert found is not None, layer
-    return found
-
-
 def list_attention(model: Model) -> list[tuple[Attention, int]]:
     """Attention of a model by sizes and keys, each with the number of its layers; the one with the
     heads of ``shape`` comes first. A model without attention has one entry with no layer."""

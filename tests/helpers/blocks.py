@@ -16,13 +16,19 @@ from pi2.backends.blocks.contract import FIELDS, BlockSpec
 from pi2.backends.blocks.instructions import Weight, put_float
 from pi2.backends.reference.executor import NumpyInterpreter
 from pi2.formats import Format, find_format
-from pi2.model.blocks import find_attention
+from pi2.model.blocks import Attention
 from pi2.plan.documents.model import Model
 from tests.helpers.aarch64 import ARM_FEATURES, COMPILER, EMULATOR
 from tests.helpers.kernels import X86_FEATURES
 
 if TYPE_CHECKING:
     from tests.helpers.instruction_cases import Case
+
+
+def find_attention(model: Model, layer: int) -> Attention:
+    found = model.blocks[layer].attention
+    assert found is not None, layer
+    return found
 
 
 def make_blocks(

@@ -13,9 +13,9 @@ from pi2.importing.config import Config
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
-from pi2.model.blocks import find_attention
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Index
+from tests.helpers.blocks import find_attention
 from tests.helpers.goldens import change_config, copy_checkpoint
 from tests.helpers.tables import in_table
 

@@ -18,10 +18,10 @@ from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.rows import CutoffMaker
-from pi2.model.blocks import find_attention
 from pi2.model.tensors import list_tensors as list_model_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
+from tests.helpers.blocks import find_attention
 from tests.helpers.goldens import (
     CPU,
     EXACT,

@@ -73,12 +73,6 @@ def test_tiles_do_not_count_where_the_system_refuses_them(monkeypatch: pytest.Mo
     assert "amx-int8" not in detect_cpu().features
 
 
-def test_zen_has_no_avx512(tmp_path: Path) -> None:
-    write_x86(tmp_path, "AMD Ryzen 9 5900X", [ZEN_3] * 2)
-    cpu = detect_cpu(tmp_path, machine="AMD64", affinity=2)
-    assert cpu.features == {"sse4.2", "f16c", "avx2", "fma"}
-
-
 def test_phone_has_three_kinds_of_cores(tmp_path: Path) -> None:
     parts = [0xD05] * 4 + [0xD41] * 3 + [0xD44]
     khz = [1_803_000] * 4 + [2_420_000] * 3 + [2_841_000]
@@ -143,9 +137,9 @@ def test_zen_4_fills_the_second_level_cache(tmp_path: Path) -> None:
     found = []
     for family, flags in ((25, CASCADE_LAKE), (25, ZEN_3), (26, CASCADE_LAKE)):
         write_x86(tmp_path, "X", [flags] * 2, f"AuthenticAMD\ncpu family\t: {family}")
-        features = detect_cpu(tmp_path, machine="x86_64", affinity=2).features
-        found.append("l2-prefetch" in features)
-    assert found == [True, False, False]
+        found.append(detect_cpu(tmp_path, machine="AMD64", affinity=2).features)
+    assert found[0] - found[2] == {"l2-prefetch"}
+    assert found[1] == {"sse4.2", "f16c", "avx2", "fma"}
 
 
 def test_quota_of_version_1_inside_a_container(tmp_path: Path) -> None:
