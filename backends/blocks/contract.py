@@ -62,15 +62,13 @@ class BlockSpec:
 def describe_libraries(
     names: Iterable[str], features: Set[str], architecture: str
 ) -> list[BlockSpec]:
-    """Return the libraries of such a processor: they depend on nothing else of it. Only attention
-    gains by prefetches for the second-level cache."""
-    own = choose_features(features, architecture)
-    more = tuple(sorted({*own, *(features & {"l2-prefetch"})}))
-    return [
-        BlockSpec(library=name, architecture=architecture, features=more if reads else own)
-        for name in names
-        for reads in [name.partition("_")[0] in (ATTENTION, INDEX)]
-    ]
+    """Return the libraries of a processor; only attention minds which cache prefetches fill."""
+    specs = []
+    for name in names:
+        reads = name.partition("_")[0] in (ATTENTION, INDEX)
+        own = choose_features(features, architecture, prefetches=reads)
+        specs.append(BlockSpec(library=name, architecture=architecture, features=own))
+    return specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

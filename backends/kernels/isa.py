@@ -126,9 +126,11 @@ def choose_isa(features: Set[str], architecture: str) -> Isa:
     return replace(_choose(features, architecture)[1], prefetch_level=level)
 
 
-def choose_features(features: Set[str], architecture: str) -> tuple[str, ...]:
-    """Return the ones of ``features`` that this schedule needs, sorted: no others matter to it."""
-    return tuple(sorted(_choose(features, architecture)[0]))
+def choose_features(features: Set[str], architecture: str, *, prefetches: bool) -> tuple[str, ...]:
+    """Return the ones of ``features`` that this schedule needs, sorted: no others matter to it.
+    ``prefetches``: whether it matters which cache prefetches fill."""
+    own = _choose(features, architecture)[0]
+    return tuple(sorted(own | features & {"l2-prefetch"} if prefetches else own))
 
 
 def _choose(features: Set[str], architecture: str) -> tuple[Set[str], Isa]:

@@ -31,8 +31,7 @@ IsaFeature = Literal[
     "i8mm",
     "sve",
 ]
-"""A feature of processors that kernels are chosen by.  ``l2-prefetch``: more prefetches are under
-way at a time if the second-level cache takes them (Zen 4)."""
+"""A feature of a processor that kernels are chosen by."""
 
 UnitKind = Literal["cpu", "gpu", "npu"]
 """A kind of compute unit."""
@@ -193,7 +192,8 @@ class Unit(Table):
     ) = None
     """Instruction set or programming interface; for a CPU, absent means *ask the machine*."""
     features: tuple[IsaFeature, ...] | None = Field(default=None, examples=[["neon", "dotprod"]])
-    """CPU features that kernels may use; absent means *ask the machine*."""
+    """CPU features that kernels may use; absent means *ask the machine*.  With ``l2-prefetch``,
+    prefetches fill the second-level cache, which is faster on Zen 4."""
     clusters: tuple[CpuCluster, ...] = ()
     """Kinds of cores of a CPU; empty means *ask the machine*."""
     read_bandwidth: RateFigure | None = None
