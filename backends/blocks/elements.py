@@ -118,13 +118,21 @@ def _emit_narrow(block: _Block) -> None:
     halves = [v.let(v.load(x, source + k * lanes, lanes)) for k in range(2)]
     sizes = v.let(T.max(T.abs(halves[0]), T.abs(halves[1])))
     top = v.let(v.find_largest(sizes, lanes))
-    inverse = v.let(T.Select(top == T.float32(0.0), T.float32(0.0), T.float32(127.0) / top))
-    exact = v.let(top / T.float32(127.0))
+    # A code of a lower plane is worth a 256th of the plane above.
+    upper, at = block.table.upper, v.let(number * 4)
+    is_lower = v.let(T.cast(upper != T.int64(0), "int32")) != T.int32(0)
+    above = v.let(v.load_as(y, target - upper + length + at, "float32", 1) * T.float32(1 / 256))
+    exact = v.let(T.Select(is_lower, above, top / T.float32(127.0)))
+    steps = T.Select(is_lower, T.float32(1.0) / above, T.float32(127.0) / top)
+    inverse = v.let(T.Select(exact == T.float32(0.0), T.float32(0.0), steps))
     rounded = v.cast(v.cast(exact, "float16", 1), "float32", 1)
-    scale = v.let(T.Select(block.table.rounds != T.int64(0), rounded, exact))
+    is_rounded = T.And(block.table.rounds != T.int64(0), block.table.has_rest == T.int64(0))
+    scale = v.let(T.Select(is_rounded, rounded, exact))
     total = v.Cell(T.int32(0))
     for index, half in enumerate(halves):
         codes = v.let(round_half_even(half * v.splat(inverse, lanes), lanes))
+        most, least = (v.constant(side, "int32", lanes) for side in (127, -127))
+        codes = v.let(T.max(T.min(codes, most), least))
         block.keep_rest(index * lanes, half, codes, scale, lanes)
         narrow = v.let(v.cast(codes, "int8", lanes))
         with T.If(taken == T.int64(0)), T.Then():
@@ -139,11 +147,15 @@ def _emit_narrow(block: _Block) -> None:
                     _store_as(y, place, v.let(bytes_), lanes // count, 1)
         total.set(total.get() + v.add_lanes(codes, "int32", lanes))
     summed = v.let(total.get())
-    at = v.let(number * 4)
     _store_as(y, target + length + at, scale, 1, 4)
     # llama.cpp rounds it to fp16, which ends at 65,504.
-    product = scale * v.cast(summed, "float32", 1)
-    _store_as(y, target + length + length // 8 + at, product, 1, 4)
+    product = v.Cell(scale * v.cast(summed, "float32", 1))
+    place = v.let(target + length + length // 8 + at)
+    with T.If(is_lower), T.Then():  # the plane above has the sum of both
+        whole = v.let(product.get() + v.load_as(y, place - upper, "float32", 1))
+        _store_as(y, place - upper, whole, 1, 4)
+        product.set(T.float32(0.0))
+    _store_as(y, place, product.get(), 1, 4)
     _store_as(y, target + length + length // 4 + at, summed, 1, 4)
 
 

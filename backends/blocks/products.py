@@ -210,8 +210,7 @@ class Products(ProgramArrays):
                     "has_rest": int(not is_last),
                     "rest_stride": 0 if rest is None else rest.stride,
                     name: orders[0],
-                    # The rest is too small for an fp16 scale.
-                    **({"rounds": int(number == 0)} if kind == "q8_0" else {}),
+                    **(self._describe_plane(number, plane) if kind == "q8_0" else {}),
                 },
                 plane=number,
                 each=each * length // (256 if kind == "q8_k" else 32),
@@ -219,6 +218,11 @@ class Products(ProgramArrays):
                 orders=orders,
                 label="quantize",
             )
+
+    def _describe_plane(self, number: int, size: int) -> dict[str, int]:
+        """Return how a plane's scales are found: the first one's are rounded where no other follows,
+        and the second has a part of the first one's."""
+        return {"rounds": int(number == 0), "upper": size if number == 1 else 0}
 
     def _name_form(self, weight: Weight) -> object:
         kind = weight.kind.activations

@@ -140,14 +140,21 @@ def list_quantized(draw: Draw) -> Iterator[Case]:
         order = np.array(list_offsets(name, width), np.int64)
         yield make_quantized(draw, "q8_k", 768, {"order": order, "has_rest": more})
     for name, more in itertools.product(("q8_0", "q4_0", "q1_0", "q2_0"), (0, 1)):
-        own = {"together": describe_order(name, width), "has_rest": more, "rounds": more}
-        yield make_quantized(draw, "q8_0", 1184, own)
+        own = {"together": describe_order(name, width), "has_rest": more}
+        for lower in (0, 1):
+            planes = {"rounds": 1 - lower, "upper": lower}
+            yield make_quantized(draw, "q8_0", 1184, own | planes)
 
 
 def make_quantized(draw: Draw, kind: Any, length: int, values: dict[str, Any]) -> Case:
     x = draw_inputs(draw, length)
-    y = np.zeros((len(x), count_quantized_bytes(kind, length)), np.uint8)
-    values = {**put("x", x), **put("y", y), **put("rest", empty(len(x), length + 5))} | values
+    planes = np.zeros((2, len(x), count_quantized_bytes(kind, length)), np.uint8)
+    # The plane above, of which scales and sums are there, lies behind.
+    planes[1, :, length:].view(np.float32)[:] = np.abs(draw.floats(len(x), 1)) * 100
+    y = {"y": planes, "y_stride": planes[0, 0].size}
+    if values.get("upper"):
+        values = values | {"upper": -planes[0].nbytes}
+    values = {**put("x", x), **y, **put("rest", empty(len(x), length + 5))} | values
     items = len(x) * length // (256 if kind == "q8_k" else 32)
     return Case(
         kernel=f"quantize_{kind}",

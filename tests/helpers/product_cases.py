@@ -99,12 +99,12 @@ def quantize(name: str, draw: Draw, x: F32, planes: int, *, in_order: bool) -> d
     rest = x.copy()
     for plane in range(planes):
         values = {**put("x", rest.copy()), "y": codes[plane], "y_stride": stride}
-        values |= {"length": length, **put("rest", rest), "has_rest": 1}
+        values |= {"length": length, **put("rest", rest), "has_rest": int(plane + 1 < planes)}
         if own.activations == "q8_k":
             values["order"] = np.array(list_offsets("" if in_order else name, width), np.int64)
         else:
             values |= {"together": 1 if in_order else describe_order(name, width)}
-            values |= {"rounds": int(plane == 0)}
+            values |= {"rounds": int(plane == 0), "upper": codes[0].nbytes * (plane == 1)}
         items = count * length // (256 if own.activations == "q8_k" else 32)
         kernel = f"quantize_{own.activations}"
         Numpy(draw.lanes).run(Case(kernel=kernel, items=items, values=values))

@@ -127,19 +127,23 @@ class Groups:
         )
 
     def bundle(self, sources: Sequence[Source]) -> Bundle:
-        """Unpack nibbles of as many groups as a register has 16 bytes."""
-        count = len(sources)
-        width, owner = 16 * count, tuple(range(count))
-        raw = join_pieces(sources, self.places[0], 16)
-        parts = list(self.split(sources[0].machine, raw, width))
-        if self.fifths is not None:
-            bits = self.join_fifths(sources)
-            for half in range(2):
-                places = [4 * (k // 16) + 2 * half + k % 16 // 8 for k in range(width)]
-                parts[half] = add_fifths(parts[half], bits, 4 * count, places, range(8))
+        """Unpack nibbles of groups, a register of 16 bytes of each after the other."""
+        width, parts, owners = sources[0].width, list[v.Expr](), list[tuple[int, ...]]()
+        for first in range(0, len(sources), width // 16):
+            owner = tuple(range(first, first + width // 16))
+            own = [sources[number] for number in owner]
+            raw = join_pieces(own, self.places[0], 16)
+            both = list(self.split(own[0].machine, raw, width))
+            if self.fifths is not None:
+                bits = self.join_fifths(own)
+                for half in range(2):
+                    places = [4 * (k // 16) + 2 * half + k % 16 // 8 for k in range(width)]
+                    both[half] = add_fifths(both[half], bits, width // 4, places, range(8))
+            parts += both
+            owners += [owner, owner]
         return Bundle(
             parts=parts,
-            owners=(owner, owner),
+            owners=owners,
             scales=self.scales(sources),
             is_signed=self.is_signed,
             offset=self.offset,

@@ -71,6 +71,8 @@ def _quantize(own: Arguments, kind: Activations, size: int, places: I64) -> None
     at = (token[:, None], block[:, None] * size + elements)
     x = own.view("x", (count, own.length), (own.x_stride, 1))[at]
     y = _Codes(own, "y", own.length, kind, count)
+    is_lower = kind == "q8_0" and own.upper != 0
+    above = _Codes(own, "y", own.length, kind, count, -own.upper) if is_lower else y
     most, least = x.max(-1, keepdims=True), x.min(-1, keepdims=True)
     zero, one, top = np.float32(0), np.float32(1), np.float32(127)
     with np.errstate(divide="ignore"):
@@ -82,9 +84,12 @@ def _quantize(own: Arguments, kind: Activations, size: int, places: I64) -> None
             extreme = np.abs(x).max(-1, keepdims=True)
             inverse = np.where(extreme == 0, zero, top / extreme)
             scales = extreme / top
-            if own.rounds:
+            if is_lower:  # a code is worth a 256th of the plane above
+                scales = above.scales[token, block][:, None] / np.float32(256)
+                inverse = np.where(scales == 0, zero, one / scales)
+            elif own.rounds and not own.has_rest:
                 scales = scales.astype(np.float16).astype(np.float32)
-    codes = np.minimum(np.rint(x * inverse), top)
+    codes = np.clip(np.rint(x * inverse), -top, top)
     if own.has_rest:
         rest = own.view("rest", (count, own.length), (own.rest_stride, 1))
         rest[at] = x - codes * scales
@@ -96,6 +101,9 @@ def _quantize(own: Arguments, kind: Activations, size: int, places: I64) -> None
         sums[token[:, None], each] = codes.reshape(len(codes), -1, parts).sum(-1)
     if kind == "q8_0":
         y.products[token, block] = scales[:, 0] * codes.sum(-1)
+        if is_lower:  # the plane above has the sum of both
+            above.products[token, block] += y.products[token, block]
+            y.products[token, block] = 0
 
 
 def read_inputs(own: Arguments, tokens: I64, length: int, *, is_many: bool) -> F64:
