@@ -259,13 +259,15 @@ class NeuronCache:
     def hold(self, found: Lookup) -> None:
         """Keep neurons that nothing else holds until they are released: they are in use, or on
         their way from flash."""
-        self._tables.held[found.cold] = True
-        self._held_count += len(found.cold)
+        if len(found.cold):  # numpy takes long over nothing
+            self._tables.held[found.cold] = True
+            self._held_count += len(found.cold)
 
     def release(self, found: Lookup) -> None:
         """Undo ``hold``, before any of them is forgotten."""
-        self._tables.held[found.cold] = False
-        self._held_count -= len(found.cold)
+        if len(found.cold):
+            self._tables.held[found.cold] = False
+            self._held_count -= len(found.cold)
 
     def forget(self, layer: int, missing: I32, *, unread_bytes: int = 0) -> None:
         """Drop ``missing`` [m] neurons that were not read, or not the last ``unread_bytes`` of
