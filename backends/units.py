@@ -229,9 +229,8 @@ class SequenceModel(Protocol):
     def prefill(
         self, tokens: I32, sequence: int, position: int, progress: Callable[[float], None]
     ) -> None:
-        """Begin to compute ``tokens`` [T] of a sequence, the first of which stands at
-        ``position``, with all neurons; ``progress`` is told the share that is done, if it takes
-        long."""
+        """Begin to compute ``tokens`` [T] of a sequence, the first of which stands at ``position``,
+        with all neurons; ``progress`` is told the share that is done, if it takes long."""
 
     def logits(self, first: int) -> F32:
         """Logits [n, vocab] of the last chunk's tokens from ``first`` on, n at most

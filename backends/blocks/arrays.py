@@ -247,8 +247,7 @@ class ProgramArrays:
         self._scratch_size = max(self._scratch_size, size)
 
     def finish(self) -> U8:
-        """Allocate what instructions share that were added so far; return the threads'
-        scratch."""
+        """Allocate what instructions share that were added so far; return the threads' scratch."""
         self.need_scratch(self.extent.scratch_bytes)
         size = -(-self._scratch_size // 64) * 64
         scratch: U8 = self.take("uint8", size * self._threads)

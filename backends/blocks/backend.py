@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.backends.cpu.backend import find_obstacles
+from pi2.backends.cpu.backend import find_obstacles as find_obstacles
 from pi2.plan.arithmetic.units import UnitFacts, Verdict
 from pi2.plan.documents.device import UnitKind
 
@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from pi2.backends.protocol import ProgramRequest
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import KvType
-
-__all__ = [
-    "KINDS",
-    "NATIVE",
-    "ONLY_EMULATED",
-    "VERDICT",
-    "find_limits",
-    "find_obstacles",
-    "interpret",
-]
 
 VERDICT: Verdict = "runs"
 NATIVE = True

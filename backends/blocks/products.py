@@ -220,8 +220,7 @@ class Products(ProgramArrays):
             )
 
     def _describe_plane(self, number: int, size: int) -> dict[str, int]:
-        """Return how a plane's scales are found: the first one's are rounded where no other follows,
-        and the second has a part of the first one's."""
+        """Only scales of the first plane may be rounded, and the second one has a part of them."""
         return {"rounds": int(number == 0), "upper": size if number == 1 else 0}
 
     def _name_form(self, weight: Weight) -> object:

@@ -20,36 +20,28 @@ FEW = 4
 
 
 class _Token:
-    """A token's activations: codes, and places of what belongs to them.
-
-    Of groups it may have the ``lower`` plane, too: codes that are worth a 256th."""
+    """A token's activations: codes, and places of what belongs to them."""
 
     def __init__(
-        self,
-        table: Table,
-        codes: v.Buffer,
-        number: v.Expr,
-        length: v.Expr,
-        plane: v.Expr,
-        lower: v.Expr | None = None,
+        self, table: Table, codes: v.Buffer, number: v.Expr, length: v.Expr, plane: v.Expr
     ) -> None:
         self.codes = codes
         self.number = number
-        own = number * table.x_stride
-        planes = [plane] if lower is None else [plane, lower]
-        self.bases = [v.let(own + number * table.plane_stride) for number in planes]
+        own = number * table.x_stride + plane * table.plane_stride
+        self.base = v.let(own)
         self.length = length
 
-    def load(self, place: v.Expr, size: int, plane: int = 0) -> v.Expr:
-        return self.load_as(place, "int8", size, plane)
+    def load(self, place: v.Expr, size: int) -> v.Expr:
+        return v.let(v.load_as(self.codes, self.base + place, "int8", size))
 
-    def load_as(self, place: v.Expr, dtype: str, lanes: int = 1, plane: int = 0) -> v.Expr:
+    def load_as(self, place: v.Expr, dtype: str, lanes: int = 1) -> v.Expr:
         """Return numbers that lie so many bytes behind the first code."""
-        return v.let(v.load_as(self.codes, self.bases[plane] + place, dtype, lanes))
+        return v.let(v.load_as(self.codes, self.base + place, dtype, lanes))
 
-    def load_scales(self, place: v.Expr, lanes: int = 1) -> v.Expr:
-        """Return what the sums of all planes are multiplied with."""
-        return self.load_as(self.length + place, "float32", lanes, -1)
+
+_Tokens = Sequence[_Token]
+_Columns = Sequence[_Tokens]
+"""Planes that are added up as integers, the last one's scales counting."""
 
 
 def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
@@ -63,19 +55,16 @@ def emit_multiply(isa: Isa, unpacking: Unpacking, table: Table) -> None:
         start = v.let(rows.start(row) + find_matrix(table, expert))
         x, total = find_x(table, pair), v.Cell(T.float32(0.0))
 
-        def add(*tokens: _Token) -> None:
-            for own in rows.sum(start, tokens):
+        def add(*planes: v.Expr) -> None:
+            taken = [_Token(table, table.x, x, rows.length, plane) for plane in planes]
+            for own in rows.sum(start, taken, joins=len(planes) > 1):
                 total.set(total.get() + own)
-
-        def take(*planes: v.Expr) -> _Token:
-            return _Token(table, table.x, x, rows.length, *planes)
 
         with T.If(table.planes == T.int64(2)):
             with T.Then():  # weights are unpacked once
-                upper, lower = T.int64(0), T.int64(1)
-                add(*([take(upper, lower)] if rows.is_of_groups else [take(upper), take(lower)]))
+                add(T.int64(0), T.int64(1))
             with T.Else(), T.serial(table.planes) as plane:
-                add(take(plane))
+                add(plane)
         rows.results.put(pair, expert, row, total.get())
 
 
@@ -115,16 +104,14 @@ class _Rows:
     def start(self, row: v.Expr) -> v.Expr:
         return v.let(row * self.table.blocks * self.unpacking.size)
 
-    @property
-    def is_of_groups(self) -> bool:
-        """Whether tokens have scales of groups of 32."""
-        return self.unpacking.elements == 32
-
-    def sum(self, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
+    def sum(self, start: v.Expr, tokens: _Tokens, *, joins: bool = False) -> list[v.Expr]:
+        """Return sums of tokens, or, if groups are joined, parts of one token's sum: its codes in
+        the second plane are worth a 256th."""
         if self.unpacking.floats is not None:
             return _emit_floats(self, start, tokens)
-        emit = _emit_groups if self.is_of_groups else _emit_super_blocks
-        return emit(self, start, tokens)
+        if self.unpacking.elements == 32:
+            return _emit_groups(self, start, tokens, [tokens] if joins else [[t] for t in tokens])
+        return _emit_super_blocks(self, start, tokens)
 
 
 def find_expert(table: Table, pair: v.Expr) -> v.Expr:
@@ -193,7 +180,7 @@ class Results:
                 self.put(pair, expert, v.let(first + lane), total)
 
 
-def _emit_floats(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
+def _emit_floats(rows: _Rows, start: v.Expr, tokens: _Tokens) -> list[v.Expr]:
     """Floats times floats, 16 at a time, and the rest one by one."""
     unpacking, weights, lanes = rows.unpacking, rows.table.weights, 16
     assert unpacking.floats is not None
@@ -218,7 +205,7 @@ def _add_pairs(totals: Sequence[v.Cell], lanes: int, rest: Sequence[v.Expr]) -> 
     return [total + own for total, own in zip(sums, rest, strict=True)]
 
 
-def _emit_super_blocks(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
+def _emit_super_blocks(rows: _Rows, start: v.Expr, tokens: _Tokens) -> list[v.Expr]:
     machine, unpacking, table = rows.machine, rows.unpacking, rows.table
     lanes, length = machine.lanes, rows.length
     totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
@@ -292,7 +279,7 @@ def _sum_mins(machine: Machine, mins: v.Expr, count: int, token: _Token, number:
     return v.let(machine.add_words(first, *halves[1], 4))
 
 
-def _emit_groups(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v.Expr]:
+def _emit_groups(rows: _Rows, start: v.Expr, tokens: _Tokens, columns: _Columns) -> list[v.Expr]:
     machine, unpacking, table = rows.machine, rows.unpacking, rows.table
     size = min(machine.width, 32)
     lanes, length = size // 4, rows.length
@@ -304,11 +291,11 @@ def _emit_groups(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v
     twice = [2 * count] if machine.width == 32 and unpacking.groups is not None else []
     for groups in [*twice, count] if count > 1 else []:
         together = groups // len(unpacking.opens)
-        first, bundles = bundled, v.let((table.blocks - bundled) // together)
-        found = _emit_bundles(rows, start, tokens, (first, bundles), groups)
-        for own, cell in zip(found, low_sums, strict=True):
+        end = v.let(table.blocks // together * together)
+        found = _emit_bundles(rows, start, columns, (bundled, end), groups)
+        for own, cell in zip(found, low_sums, strict=False):
             cell.set(cell.get() + own)
-        bundled = v.let(first + bundles * together)
+        bundled = end
     with T.serial(bundled, table.blocks) as number:
         base = v.let(start + number * unpacking.size)
         ask_ahead(table.weights, base + _AHEAD, unpacking.size)
@@ -321,7 +308,7 @@ def _emit_groups(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v
                 for part in block.parts
             ]
             for index, token in enumerate(tokens):
-                scale = token.load_scales(group * 4)
+                scale = token.load_as(length + group * 4, "float32")
                 cell = totals[index]
                 for factor, total in _sum_group(machine, block, taken, token, group, size):
                     value = v.cast(total, "float32", lanes)
@@ -334,48 +321,43 @@ def _emit_groups(rows: _Rows, start: v.Expr, tokens: Sequence[_Token]) -> list[v
 
 
 def _emit_bundles(
-    rows: _Rows,
-    start: v.Expr,
-    tokens: Sequence[_Token],
-    bundles: tuple[v.Expr, v.Expr],
-    count: int,
+    rows: _Rows, start: v.Expr, columns: _Columns, blocks: tuple[v.Expr, v.Expr], count: int
 ) -> list[v.Expr]:
-    """Return the sums of tokens over groups of 32, ``count`` at once: the first block of the
-    bundles, and their number."""
+    """Return the sums of columns over some blocks of groups of 32, ``count`` groups at once."""
     machine, unpacking, table = rows.machine, rows.unpacking, rows.table
     assert unpacking.bundle is not None
     lanes, width, length = machine.lanes, machine.width, rows.length
     together = count // len(unpacking.opens)
-    totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in tokens]
-    low_sums = [v.Cell(v.constant(0.0, "float32", count)) for _ in tokens]
-
-    first = v.let(bundles[0] * len(unpacking.opens))
-    with T.serial(bundles[1]) as number:
-        base = v.let(start + (bundles[0] + number * together) * unpacking.size)
+    totals = [v.Cell(v.constant(0.0, "float32", lanes)) for _ in columns]
+    low_sums = [v.Cell(v.constant(0.0, "float32", count)) for _ in columns]
+    begin, end = blocks
+    with T.serial((end - begin) // together) as number:
+        base = v.let(start + (begin + number * together) * unpacking.size)
         ask_ahead(table.weights, base + _AHEAD, together * unpacking.size)
         places = [base + k * unpacking.size for k in range(together)]
         own = unpacking.bundle(
             [Source(machine, table.weights, place, table.grid, unpacking.size) for place in places]
         )
         taken = [machine.take_signed(part, width) if own.is_signed else part for part in own.parts]
-        group = v.let(first + number * count)
-        at = v.let(group * 4)
-        for index, token in enumerate(tokens):
-            factors = v.let(own.scales * token.load_scales(at, count))
+        at = v.let((begin * len(unpacking.opens) + number * count) * 4)
+        for index, planes in enumerate(columns):
+            factors = v.let(own.scales * planes[-1].load_as(length + at, "float32", count))
             for owners in dict.fromkeys(own.owners):
                 spread = [owner for owner in owners for _ in range(lanes // len(owners))]
                 parts = [
-                    (own.parts[part], taken[part], group * 32 + part * width)
+                    (own.parts[part], taken[part], at * 8 + part * width)
                     for part, of in enumerate(own.owners)
                     if of == owners
                 ]
-                total = _sum_parts(machine, unpacking, parts, token, is_signed=own.is_signed)
+                fits = len(parts) * 2 * 128 * unpacking.most < 1 << 15  # 16 bits hold sums
+                add = _sum_pairs if machine.adds_pairs and fits else _sum_bytes
+                total = add(machine, parts, planes, own.is_signed)
                 factor = pick(factors, count, spread)
                 cell = totals[index]
                 cell.set(T.fma(v.cast(total, "float32", lanes), factor, cell.get()))
             mins = own.scales if own.offset else own.mins
             if mins is not None:
-                least = token.load_as(length + length // 8 + at, "float32", count)
+                least = planes[0].load_as(length + length // 8 + at, "float32", count)
                 low_cell = low_sums[index]
                 low_cell.set(T.fma(mins, least, low_cell.get()))
     least_factor = T.float32(float(-own.offset) if own.offset else 1.0)
@@ -383,38 +365,38 @@ def _emit_bundles(
     return _add_pairs(totals, lanes, [own * least_factor for own in least])
 
 
-def _sum_parts(
-    machine: Machine,
-    unpacking: Unpacking,
-    parts: Sequence[tuple[v.Expr, v.Expr, v.Expr]],
-    token: _Token,
-    *,
-    is_signed: bool,
-) -> v.Expr:
-    """Return sums int32 [lanes] of registers of weights, what else `Machine.take_signed` gives of
-    them, and the place of their codes."""
+_Parts = Sequence[tuple[v.Expr, v.Expr, v.Expr]]
+"""Weights, what else `Machine.take_signed` gives of them, and the place of their codes."""
+
+
+def _sum_pairs(machine: Machine, parts: _Parts, planes: _Tokens, is_signed: bool) -> v.Expr:
     lanes, width = machine.lanes, machine.width
-    # Sums of products fit 16 bits.
-    adds_pairs = machine.adds_pairs and len(parts) * 2 * 128 * unpacking.most < 1 << 15
     total = v.constant(0, "int32", lanes)
-    for plane in range(len(token.bases)):
-        if plane and not adds_pairs:
-            total = v.let(total << v.constant(8, "int32", lanes))
+    for token in planes:
         pairs = None
         for values, other, place in parts:
-            codes = token.load(place, width, plane)
-            if adds_pairs:
-                if is_signed:
-                    codes = v.let(machine.flip(values, codes, width))
-                products = machine.add_pairs(other, codes, width)
-                pairs = v.let(products if pairs is None else pairs + products)
-            elif is_signed:
+            codes = token.load(place, width)
+            if is_signed:
+                codes = v.let(machine.flip(values, codes, width))
+            products = machine.add_pairs(other, codes, width)
+            pairs = v.let(products if pairs is None else pairs + products)
+        worth = v.constant(1 if token is planes[-1] else 256, "int16", 2 * lanes)
+        total = v.let(machine.add_words(total, pairs, worth, lanes))
+    return total
+
+
+def _sum_bytes(machine: Machine, parts: _Parts, planes: _Tokens, is_signed: bool) -> v.Expr:
+    lanes, width = machine.lanes, machine.width
+    total = v.constant(0, "int32", lanes)
+    for token in planes:
+        if token is not planes[0]:
+            total = v.let(total << v.constant(8, "int32", lanes))
+        for values, other, place in parts:
+            codes = token.load(place, width)
+            if is_signed:
                 total = v.let(machine.add_signed(total, values, other, codes, width))
             else:
                 total = v.let(machine.add_bytes(total, other, codes, width))
-        if pairs is not None:
-            worth = v.constant(256 if plane < len(token.bases) - 1 else 1, "int16", 2 * lanes)
-            total = v.let(machine.add_words(total, pairs, worth, lanes))
     return total
 
 
@@ -423,36 +405,16 @@ def _sum_group(
 ) -> list[tuple[v.Expr, v.Expr]]:
     """Return scales float32 and sums int32 [size / 4] of a group: one, or one of each register
     where scales are of 16 weights."""
-    found = _sum_plane(machine, block, taken, token, group, size, 0)
-    if len(token.bases) == 1:
-        return found
-    lower = _sum_plane(machine, block, taken, token, group, size, 1)
-    eight = v.constant(8, "int32", size // 4)
-    return [
-        (scale, v.let((total << eight) + more))
-        for (scale, total), (_, more) in zip(found, lower, strict=True)
-    ]
-
-
-def _sum_plane(
-    machine: Machine,
-    block: Block,
-    taken: Sequence[v.Expr],
-    token: _Token,
-    group: v.Expr,
-    size: int,
-    plane: int,
-) -> list[tuple[v.Expr, v.Expr]]:
     lanes, length = size // 4, token.length
     start = v.constant(0, "int32", lanes)
     if block.offset:
-        summed = token.load_as(length + length // 4 + group * 4, "int32", 1, plane)
+        summed = token.load_as(length + length // 4 + group * 4, "int32")
         first = [summed * T.int32(-block.offset), *[T.int32(0)] * (lanes - 1)]
         start = v.let(join(first, 1))
     sums = []
     total = start
     for place, (own, part) in enumerate(zip(taken, block.parts, strict=True)):
-        codes = token.load(group * 32 + place * size, size, plane)
+        codes = token.load(group * 32 + place * size, size)
         if block.is_signed:
             total = v.let(machine.add_signed(total, part.weights, own, codes, size))
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import OF_STORES as FILES
-from pi2.backends.cpu.arrays import count_segments
+from pi2.backends.cpu.arrays import count_segments as count_segments
 from pi2.backends.cpu.request import list_programs, make_spec
 from pi2.formats import find_packing
 from pi2.model.options import describe_unknown
@@ -17,17 +17,6 @@ from pi2.tile_permission import permit_tiles
 if TYPE_CHECKING:
     from pi2.backends.executor import Executor
     from pi2.backends.protocol import BuildRequest
-
-__all__ = [
-    "KINDS",
-    "NATIVE",
-    "VERDICT",
-    "build",
-    "count_segments",
-    "find_limits",
-    "find_obstacles",
-    "prepare",
-]
 
 VERDICT: Verdict = "runs"
 NATIVE = True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pi2.backends.cpu.arrays import count_segments
-from pi2.backends.reference.backend import find_obstacles, find_unit_obstacles
+# A plan that is tried dry is meant for kernels: it has to have the room that they need.
+from pi2.backends.cpu.arrays import count_segments as count_segments
+from pi2.backends.reference.backend import find_obstacles as find_obstacles
+from pi2.backends.reference.backend import find_unit_obstacles as find_unit_obstacles
 from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict
 from pi2.plan.documents.device import UnitKind
 
@@ -16,21 +18,6 @@ if TYPE_CHECKING:
     from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
     from pi2.plan.documents.model import Model
     from pi2.plan.documents.plan import KvType
-
-# A plan that is tried dry is meant for kernels: it has to have the room that they need.
-__all__ = [
-    "KINDS",
-    "NATIVE",
-    "VERDICT",
-    "build",
-    "build_unit",
-    "count_segments",
-    "find_limits",
-    "find_obstacles",
-    "find_unit_obstacles",
-    "interpret",
-    "need_unit_memory",
-]
 
 VERDICT: Verdict = "dry run"
 NATIVE = False

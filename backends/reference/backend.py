@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pi2.backends.blocks.contract import OF_STORES
-from pi2.backends.cpu.arrays import count_segments
+
+# It stands in for the cpu backend, to compare with: a plan has the same room for both.
+from pi2.backends.cpu.arrays import count_segments as count_segments
 from pi2.formats import find_packing
 from pi2.model.options import find_unknown
 from pi2.plan.arithmetic.units import Need, UnitFacts, Verdict, list_undivided, list_unknown_weights
@@ -24,22 +26,6 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 
-
-# It stands in for the cpu backend, to compare with: a plan has the same room for both.
-__all__ = [
-    "KINDS",
-    "NATIVE",
-    "ONLY_EMULATED",
-    "VERDICT",
-    "build",
-    "build_unit",
-    "count_segments",
-    "find_limits",
-    "find_obstacles",
-    "find_unit_obstacles",
-    "interpret",
-    "need_unit_memory",
-]
 
 VERDICT: Verdict = "runs"
 NATIVE = False

@@ -37,8 +37,7 @@ _locked = click.option("--locked", is_flag=True, help="Fail where pi2.lock would
 def add(references: tuple[str, ...], offline: bool, locked: bool) -> None:
     """Fetch each REFERENCE, check it, and write it into pi2.lock.
 
-    Without a REFERENCE, fetch what pi2.lock pins and is
-    missing here, and change nothing."""
+    Without a REFERENCE, fetch what pi2.lock pins and is missing here, and change nothing."""
     project = _open_project(offline=offline, locked=locked)
     outcomes = project.add(references)
     _print_outcomes(outcomes, project)

@@ -72,9 +72,8 @@ class NeuronCache:
         expected: F32 | None = None,
         give_back: Callable[[U8], None] = lambda unused: None,
     ) -> None:
-        """``neurons`` of a layer; ``hot``: stored indices of those of each; ``loops`` look them
-        up; ``expected`` [layers, neurons]: uses per token; ``give_back`` gets unused arena
-        parts."""
+        """``neurons`` of a layer; ``hot``: indices of its hot ones; ``loops`` look them up;
+        ``expected`` [layers, neurons]: uses per token; ``give_back`` gets unused arena parts."""
         self.arena, self.neurons, self.loops = arena, neurons, loops
         self._give_back = give_back
         layers = len(hot)

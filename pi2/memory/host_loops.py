@@ -253,9 +253,8 @@ class HostLoops:
         self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
     ) -> None:
         """Read requests, one after the other: number i from byte ``offsets[i]`` on into the
-        ``counts[i]`` vectors from ``firsts[i]`` on, each an address and a length of ``vectors``
-        [v, 2]; ``results[i]`` becomes the bytes read, or -1 where the system
-        reports an error."""
+        ``counts[i]`` vectors from ``firsts[i]`` on, each an address and a length of ``vectors`` [v,
+        2]; ``results[i]`` becomes the bytes read, or -1 where the system reports an error."""
         flat = vectors.reshape(-1)
         self._read(fd, 0, 1, len(firsts), flat, firsts, counts, offsets, results)
 
@@ -273,9 +272,8 @@ class HostLoops:
         Missing cold ones that are not worth a read by ``marks`` [neurons], if given, and ``limits``
         are left out, as `pi2.memory.read_sieve.ReadSieve.choose` does.
 
-        Of cold ones in memory ``tables.weight`` is added to the counts, scores become these
-        counts, and ``used_at`` the clock; of missing ones ``weight`` (1 + ``growth`` h) for h such.
-        """
+        Of cold ones in memory ``tables.weight`` is added to the counts, scores become these counts,
+        and ``used_at`` the clock; of missing ones ``weight`` (1 + ``growth`` h) for h such."""
         count = len(indices)
         lists = np.empty(4 * count, np.int32)
         row, hot, hot_slot, first_key, first_cold = place
@@ -317,9 +315,8 @@ class HostLoops:
         """Give ``missing`` [m] those candidates, in their order, that have not been used since
         these were listed and are not held; write them to ``given`` [m].
 
-        Brings ``slot_of`` and ``owner`` up to date, and counts uses as `find_neurons` does.
-        Returns how many have a slot now, how many candidates were looked at, and how many neurons
-        left."""
+        Brings ``slot_of`` and ``owner`` up to date, and counts uses as `find_neurons` does. Returns
+        how many have a slot now, how many candidates were looked at, and how many neurons left."""
         sizes = (len(missing), len(tables.candidates))
         if 0 in sizes:
             return 0, 0, 0

@@ -11,6 +11,7 @@ from pi2.backends.kernels import amx
 from pi2.plan.weights.layout import Precision
 from tests.helpers.aarch64 import generate_assembly
 from tests.helpers.kernels import X86_FEATURES, compile_anew, list_runnable_isas, make_spec
+from tests.helpers.tables import in_table
 from tests.property.test_kernels_ffn import Layer
 
 
@@ -72,19 +73,7 @@ class Tiles:
 
 
 @pytest.mark.skipif("avx512vnni" not in list_runnable_isas(), reason="needs AVX-512 with VNNI")
-@pytest.mark.parametrize(
-    ("hidden", "neurons", "tokens", "activation", "planes", "precision"),
-    [
-        # Blocks of a few lanes.
-        (352, 300, 37, "drelu", 1, "int4"),
-        # Two blocks of 16 groups and one each of 8, 4, 2 and 1.
-        (1504, 33, 35, "silu", 2, "int4"),
-        (1504, 33, 35, "drelu", 2, "ternary"),
-        (352, 40, 33, "silu", 1, "mxfp4"),
-        # One group, and fewer rows than a tile has.
-        (32, 5, 49, "drelu", 2, "int8"),
-    ],
-)
+@in_table
 def test_dense_ffn_has_the_bits_of_the_schedule_without_tiles(
     hidden: int, neurons: int, tokens: int, activation: str, planes: int, precision: Precision,
     monkeypatch: pytest.MonkeyPatch,

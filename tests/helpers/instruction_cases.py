@@ -139,11 +139,10 @@ def list_quantized(draw: Draw) -> Iterator[Case]:
     for name, more in itertools.product(("", "q4_k", "q2_k", "q6_k", "iq4_xs"), (0, 1)):
         order = np.array(list_offsets(name, width), np.int64)
         yield make_quantized(draw, "q8_k", 768, {"order": order, "has_rest": more})
-    for name, more in itertools.product(("q8_0", "q4_0", "q1_0", "q2_0"), (0, 1)):
-        own = {"together": describe_order(name, width), "has_rest": more}
-        for lower in (0, 1):
-            planes = {"rounds": 1 - lower, "upper": lower}
-            yield make_quantized(draw, "q8_0", 1184, own | planes)
+    names = ("q8_0", "q4_0", "q1_0", "q2_0")
+    for name, more, lower in itertools.product(names, (0, 1), (0, 1)):
+        own = {"together": describe_order(name, width), "rounds": 1 - lower, "upper": lower}
+        yield make_quantized(draw, "q8_0", 1184, own | {"has_rest": more})
 
 
 def make_quantized(draw: Draw, kind: Any, length: int, values: dict[str, Any]) -> Case:

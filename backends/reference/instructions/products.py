@@ -71,8 +71,8 @@ def _quantize(own: Arguments, kind: Activations, size: int, places: I64) -> None
     at = (token[:, None], block[:, None] * size + elements)
     x = own.view("x", (count, own.length), (own.x_stride, 1))[at]
     y = _Codes(own, "y", own.length, kind, count)
-    is_lower = kind == "q8_0" and own.upper != 0
-    above = _Codes(own, "y", own.length, kind, count, -own.upper) if is_lower else y
+    if is_lower := kind == "q8_0" and own.upper != 0:
+        above = _Codes(own, "y", own.length, kind, count, -own.upper)
     most, least = x.max(-1, keepdims=True), x.min(-1, keepdims=True)
     zero, one, top = np.float32(0), np.float32(1), np.float32(127)
     with np.errstate(divide="ignore"):

@@ -100,8 +100,7 @@ class Architecture(Table):
     """Tables whose settings and keys count before its own, weakest first, each after its own
     `read`."""
     test: str = Field(default="", max_length=300, examples=["expert_count"])
-    """Expression that says whether a table that others `read` counts; absent means that it
-    does."""
+    """Expression that says whether a table that others `read` counts; absent means that it does."""
     positive_rates: bool = False
     """Whether files have rates of decay without a minus sign."""
 

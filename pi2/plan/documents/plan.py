@@ -130,9 +130,8 @@ class Io(Table):
     """Number of threads that issue reads; with ``io_uring``, half the number of clusters that a
     layer's reads are divided into."""
     depth: Annotated[int, Field(ge=1, le=4096)] = 192
-    """Maximum number of ``io_uring`` requests in flight. If it exceeds the system's queue for
-    the drive (on Linux often 256, shared with other programs), the computing thread waits for
-    room."""
+    """Maximum number of ``io_uring`` requests in flight. If it exceeds the system's queue for the
+    drive (on Linux often 256, shared with other programs), the computing thread waits for room."""
     merge_gap: Annotated[int, Field(ge=0, le=15)] = 0
     """Number of unneeded neurons that may be read and discarded between two needed ones, to make
     one request of both. Adjacent neurons are always one request."""

@@ -1,7 +1,6 @@
 """A document's file: its bytes, its text, its values, and the findings that keep it from them.
 
-What only a faulty file needs is imported there: `pi2 validate` is to be quick where all is well.
-"""
+What only a faulty file needs is imported there: `pi2 validate` is to be quick where all is well."""
 
 from __future__ import annotations
 
@@ -285,8 +284,7 @@ def _locate_byte(data: bytes, offset: int, name: str) -> Span:
 def _find_toml_1_1(source: SourceFile) -> Diagnostic | None:
     """Syntax that tomli takes and TOML 1.0 has not: readers of other languages would fail.
 
-    The pattern is a cheap hint; the verdict is tree-sitter's, whose grammar is TOML 1.0.
-    """
+    The pattern is a cheap hint; the verdict is tree-sitter's, whose grammar is TOML 1.0."""
     if _TOML_1_1_HINTS.search(source.text) is None:
         return None
     errors = source.index().errors
