@@ -386,17 +386,16 @@ def _sum_pairs(machine: Machine, parts: _Parts, planes: _Tokens, is_signed: bool
 
 
 def _sum_bytes(machine: Machine, parts: _Parts, planes: _Tokens, is_signed: bool) -> v.Expr:
-    lanes, width = machine.lanes, machine.width
-    total = v.constant(0, "int32", lanes)
+    total = v.constant(0, "int32", machine.lanes)
     for token in planes:
         if token is not planes[0]:
-            total = v.let(total << v.constant(8, "int32", lanes))
+            total = v.let(total << v.constant(8, "int32", machine.lanes))
         for values, other, place in parts:
-            codes = token.load(place, width)
+            codes = token.load(place, machine.width)
             if is_signed:
-                total = v.let(machine.add_signed(total, values, other, codes, width))
+                total = v.let(machine.add_signed(total, values, other, codes, machine.width))
             else:
-                total = v.let(machine.add_bytes(total, other, codes, width))
+                total = v.let(machine.add_bytes(total, other, codes, machine.width))
     return total
 
 

@@ -3,17 +3,18 @@
 compressed-tensors (llm-compressor, vLLM): ``NAME.weight_packed`` or ``NAME.weight``, and scales.
 Zero points and group numbers are optional.
 
-GPTQ and AWQ: integers in 32-bit words, matrices with columns where others have rows. Both have
-``qweight``, ``qzeros`` and ``scales`` [groups, out]. GPTQ packs along the inputs, the lowest bits
-first, and keeps zero points less one, except in its second format. Inputs may have any order;
-``g_idx`` states their groups. AWQ packs 8 neighbours of the outputs into a word, in the order 0, 2,
-4, 6, 1, 3, 5, 7.
+GPTQ and AWQ: integers in 32-bit words, matrices with columns where others have rows.
+Both have ``qweight``, ``qzeros`` and ``scales`` [groups, out]. GPTQ packs along the inputs, the
+lowest bits first, and keeps zero points less one, except in its second format. Inputs may have any
+order; ``g_idx`` states their groups. AWQ packs 8 neighbours of the outputs into a word, in the
+order 0, 2, 4, 6, 1, 3, 5, 7.
 
-BitNet: -1, 0 and 1 times one scale of the matrix. They are packed, four to a byte with the matrix's
-rows in quarters. Or they are the numbers that training changes (``quantization_mode`` =
+BitNet: -1, 0 and 1 times one scale of the matrix. They are packed, four to a byte with the
+matrix's rows in quarters. Or they are the numbers that training changes (``quantization_mode`` =
 ``online``), whose mean magnitude is the scale. BitNet also rounds activations to 8 bits, one scale
-for a token; how many bits activations have is a plan's to say, not a store's. Source: Ma et al.,
-The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits (arXiv 2402.17764), section 2."""
+for a token; how many bits activations have is a plan's to say, not a store's.
+Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits
+(arXiv 2402.17764), section 2."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -253,8 +253,8 @@ class HostLoops:
         self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64
     ) -> None:
         """Read requests, one after the other: number i from byte ``offsets[i]`` on into the
-        ``counts[i]`` vectors from ``firsts[i]`` on, each an address and a length of ``vectors`` [v,
-        2]; ``results[i]`` becomes the bytes read, or -1 where the system reports an error."""
+        ``counts[i]`` vectors from ``firsts[i]`` on, each an address and a length of ``vectors``
+        [v, 2]; ``results[i]`` becomes the bytes read, or -1 if the system reports an error."""
         flat = vectors.reshape(-1)
         self._read(fd, 0, 1, len(firsts), flat, firsts, counts, offsets, results)
 
