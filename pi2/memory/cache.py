@@ -256,16 +256,18 @@ class NeuronCache:
         self._keys[owner[taken]] = taken + self._first_cold
 
     def hold(self, found: Lookup) -> None:
-        """Keep neurons that nothing else holds until they are released: they are in use, or on
-        their way from flash."""
+        """Keep neurons until all who hold them have released them: they are in use, or on their
+        way from flash."""
         if len(found.cold):  # numpy takes long over nothing
-            self._tables.held[found.cold] = True
+            held = self._tables.held
+            held.put(found.cold, held.take(found.cold) + 1)
             self._held_count += len(found.cold)
 
     def release(self, found: Lookup) -> None:
         """Undo ``hold``, before any of them is forgotten."""
         if len(found.cold):
-            self._tables.held[found.cold] = False
+            held = self._tables.held
+            held.put(found.cold, held.take(found.cold) - 1)
             self._held_count -= len(found.cold)
 
     def forget(self, layer: int, missing: I32, *, unread_bytes: int = 0) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from pi2.arrays import F32, F64, I32, I64, U8, U32, Bits, Raw
+from pi2.arrays import F32, F64, I32, I64, U8, U32, Raw
 from pi2.formats.packing import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -144,8 +144,8 @@ class CacheTables:
     """[keys]: slots, or -1."""
     owner: I64
     """[cold]: keys, or -1."""
-    held: Bits
-    """[cold]: whether one may not be given away."""
+    held: U8
+    """[cold]: how many hold it: others are given away."""
     candidates: I32
     """Slots that are given away next, as they were listed at ``listed_at``."""
     listed_at: int = 0
@@ -293,7 +293,7 @@ class HostLoops:
             *(count, room, hot.start, hot.stop, hot_slot, size, first_key, first_cold),
             *(tables.clock, tables.listed_at, tables.weight, tables.growth),
             *sieve,
-            *(row, indices, candidates if size else self._found, tables.held.view(np.uint8)),
+            *(row, indices, candidates if size else self._found, tables.held),
             *(tables.slot_of, tables.owner, tables.counts, scores, tables.used_at, lists),
         )
         return FoundNeurons(lists, *self._found.tolist(), *self._masses.tolist())
@@ -323,7 +323,7 @@ class HostLoops:
         self._place(
             *(*sizes, place.first_key, place.first_cold),
             *(tables.clock, tables.listed_at, tables.weight),
-            *(missing, tables.candidates, tables.held.view(np.uint8), tables.slot_of),
+            *(missing, tables.candidates, tables.held, tables.slot_of),
             *(tables.owner, tables.counts, tables.scores, tables.used_at, given),
         )
         placed, seen, left = self._found.tolist()[:3]

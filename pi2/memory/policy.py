@@ -77,7 +77,7 @@ class Replacement:
             growth=np.log(2.0) / (_HALF_LIFE_TOKENS * max(uses_per_token, 1.0)),
             slot_of=slot_of,
             owner=np.full(capacity, ABSENT, np.int64),
-            held=np.zeros(capacity, np.bool_),
+            held=np.zeros(capacity, np.uint8),
             candidates=_NO_SLOTS,
         )
 
@@ -194,5 +194,5 @@ class Replacement:
         tables = self.tables
         tables.owner = carry_over(tables.owner, source, ABSENT)
         tables.used_at = carry_over(tables.used_at, source, 0)
-        tables.held = np.zeros(len(source), np.bool_)
+        tables.held = np.zeros(len(source), np.uint8)
         self._count_owners()

@@ -181,6 +181,25 @@ def test_experts_that_are_read_a_layer_ahead_change_no_bit(name: str, tmp_path: 
     assert needed[0] == needed[1]
 
 
+@pytest.mark.parametrize("more", [22, 30])
+def test_waves_keep_experts_that_were_read_ahead_for_them(more: int, tmp_path: Path) -> None:
+    options = MODELS["qwen2moe"]
+    moe = options["moe"] | {"experts": 16}
+    model = make_model(**options | {"moe": moe, "shape": {"ffn": 256, "layers": 5}})
+    weights = RandomWeights(model, ("q8_0",))
+    prompts = [np.roll(TOKENS, turn)[:32] for turn in range(4)]
+    with stream(model, weights, tmp_path, more, predicts=True) as own:
+        found = [own.prefill(tokens, 0) for tokens in prompts]
+        assert own.slots.prefetched > 0
+    resident = open_model(model, weights)
+    expected = []
+    for tokens in prompts:
+        resident.prefill(tokens, 0, 0)
+        expected.append(resident.logits(0).copy())
+    resident.close()
+    assert np.array_equal(found, expected)
+
+
 @pytest.mark.parametrize("engine", ["pread", "io_uring"])
 def test_what_was_read_is_read_no_more_while_it_stays(engine: str, tmp_path: Path) -> None:
     model = make_model(**MODELS["mixtral"])

@@ -101,6 +101,20 @@ def test_a_held_neuron_stays_until_it_is_released() -> None:
     assert cache.look_up(0, ids(1, 2)).missing.tolist() == [1, 2]
 
 
+def test_what_two_have_held_stays_until_both_release_it() -> None:
+    cache = make_cache(hot=(0, 0, 0))
+    first = cache.look_up(0, ids(1, 2))
+    cache.hold(first)
+    second = cache.look_up(0, ids(2, 3))
+    cache.hold(second)
+    cache.release(first)
+    for turn in range(5):
+        cache.look_up(1, ids(*range(4 * turn % 16, 4 * turn % 16 + 4)))
+    assert len(cache.look_up(0, ids(2, 3)).missing) == 0
+    cache.release(second)
+    assert cache.free_capacity == COLD
+
+
 def test_memory_that_is_given_back_is_not_resident() -> None:
     budget = Budget({"hot": 1 << 22, "cold": 0})
     region = budget.allocate_spanning({"hot": 1 << 22, "cold": 0}, reserved_bytes=1 << 22)
