@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -280,9 +280,21 @@ class BlockModel:
         """Call ``note`` after every instruction, each then a call of its own; None ends it."""
         self._note = note
 
-    def watch(self, see: Callable[[int], None]) -> None:
-        """Call ``see`` with every instruction that has run, each in a call of its own."""
+    def watch(self, see: Callable[[int], None] | None) -> None:
+        """Call ``see`` with every instruction that has run, each in a call of its own; None ends
+        it."""
         self._watch = see
+
+    @property
+    def choices(self) -> Mapping[int, int]:
+        """The layer of each instruction that chooses the experts of `pairs`."""
+        routed = self._builder.routed
+        return {
+            number: own.layer
+            for number, own in enumerate(self._program.instructions)
+            if own.kernel == "route" and own.layer is not None
+            if routed is not None and own.values["chosen"] == routed.expert_of
+        }
 
     def read_code(self, number: int) -> tuple[int, int, int, int]:
         """Return kernel and address of the arguments of an instruction, and its items."""

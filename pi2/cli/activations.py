@@ -154,7 +154,7 @@ class TraceOptions:
 
 @click.command("trace")
 @take_options(TraceOptions)
-@take_plan(in_store=True)
+@take_plan()
 def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
     """Run PLAN for a few tokens and record a timeline.
 
@@ -193,7 +193,7 @@ class ActivationsOptions(TextOptions):
 
 @click.command("activations")
 @take_options(ActivationsOptions)
-@take_plan(in_store=True)
+@take_plan()
 def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     """Run PLAN's model on texts and record in STATS how often each neuron fires.
 
@@ -206,6 +206,7 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
     if given.routing:
         write_routing(plan, given)
         return
+    plan.refuse_file()
     if given.plot is not None:
         check_form(find_form(given.plot))
     options = RecordingOptions(largest=given.largest, samples=given.samples, moments=given.moments)
@@ -227,19 +228,18 @@ def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
 
 def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
     """Record and describe routing; UserError P664 if a recording exists, P666 without room."""
-    from pi2.measuring.routing import ROUTING, encode_trace, record_routing
+    from pi2.measuring.routing import ROUTING, encode_trace, observe_routing
 
     path = given.output / ROUTING
     if path.exists() and not given.replace:
         raise UserError.of(
             "P664", f"{path} exists already", help="choose another folder, or use --force"
         )
-    with ProgressBar() as progress:
-        trace, notes = record_routing(
-            plan.path, given.read_passages(), overrides=plan.overrides, progress=progress
-        )
+    passages = given.read_passages()
+    with ProgressBar() as progress, plan.load(progress) as model:
+        trace = observe_routing(model, passages.cut(model), progress)
     try:
-        replace_file(path, encode_trace(trace, notes))
+        replace_file(path, encode_trace(trace, {"pi2.model": model.plan.model.id}))
     except OSError as error:
         raise UserError.of("P666", f"cannot write {path}: {error.strerror}") from None
     click.echo(describe_routing(trace))

@@ -400,6 +400,15 @@ class ChosenPlan:
         """Whether it runs a GGUF file as it is; it may have errors."""
         return self.fitted.report.runs_file
 
+    def refuse_file(self) -> None:
+        """UserError P662 for a plan of a GGUF file, which has no neurons to look at."""
+        if self.runs_file:
+            raise UserError.of(
+                "P662",
+                f"{self.given} runs a GGUF file as it is, and shows none of its neurons",
+                help="`pi2 convert FILE.gguf -o STORE` makes a neuron store: give its plan",
+            )
+
     @property
     def resolved(self) -> ResolvedPlan:
         return self.fitted.resolved
@@ -481,10 +490,10 @@ def parse_changes(
 
 
 def take_plan(
-    *, fitted: bool = True, locked: bool = False, tokenizer: bool = False, in_store: bool = False
+    *, fitted: bool = True, locked: bool = False, tokenizer: bool = False
 ) -> Callable[[Command], Command]:
     """Give a command PLAN and ``--set`` as a `ChosenPlan`; flags add ``--memory``, ``--locked``,
-    ``--tokenizer`` and ``--draft``; ``in_store`` refuses plans of files that run as they are."""
+    ``--tokenizer`` and ``--draft``."""
     flags = {"memory": fitted, "settings": True, "locked": locked}
     flags |= {"tokenizer": tokenizer, "draft": tokenizer}
     taken = {name: make for name, make in _make_options(PlanOptions) if flags[name]}
@@ -494,12 +503,6 @@ def take_plan(
         @functools.wraps(command)
         def call(plan: Path, **others: Any) -> object:
             chosen = choose_plan(plan, **{name: others.pop(name) for name in taken})
-            if in_store and chosen.runs_file:
-                raise UserError.of(
-                    "P662",
-                    f"{plan} runs a GGUF file as it is, and shows none of its layers",
-                    help="`pi2 convert FILE.gguf -o STORE` makes a neuron store: give its plan",
-                )
             return command(plan=chosen, **others)
 
         return add_options([argument, *taken.values()])(call)  # type: ignore[return-value] # click

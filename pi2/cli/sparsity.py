@@ -48,7 +48,7 @@ class TrainOptions(TextOptions):
 
 @predictor_command.command("train")
 @take_options(TrainOptions)
-@take_plan(in_store=True)
+@take_plan()
 def train(plan: ChosenPlan, given: TrainOptions) -> None:
     """Train low-rank predictors for PLAN's model on its activations for a text.
 
@@ -58,6 +58,7 @@ def train(plan: ChosenPlan, given: TrainOptions) -> None:
     from pi2.measuring.predictors import Recipe
     from pi2.measuring.training import train_predictors
 
+    plan.refuse_file()
     with ProgressBar() as progress:
         training = train_predictors(
             plan.path,
@@ -133,7 +134,7 @@ class CalibrateOptions(TextOptions):
 
 @sparsity_command.command("calibrate")
 @take_options(CalibrateOptions)
-@take_plan(fitted=False, in_store=True)
+@take_plan(fitted=False)
 def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     """Find thresholds below which the neurons of PLAN's model count as zero.
 
@@ -146,6 +147,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     from pi2.measuring.calibration import calibrate_thresholds, describe_changes
     from pi2.sharing.fetching import write_atomically
 
+    plan.refuse_file()
     goal = parse_goal(given.target, given.loss, given.method)
     named = find_output(plan.path, plan.settings, given.output)
     check_output(named, None, given.force)

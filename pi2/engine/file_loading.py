@@ -135,7 +135,7 @@ class FileOpening(Opening):
             model,
             report,
             account=ACCOUNTS[self.verdict][2](resolved, facts, expected),
-            reader=FileReads(files, lambda: model.read_bytes),
+            reader=FileReads(files, model.readers, lambda: model.read_bytes),
             loaded_bytes=loaded,
             resident=whole,
             has_pooled_matrices=not self._is_mapped,

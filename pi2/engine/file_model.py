@@ -178,8 +178,8 @@ class FileModel:
         self._layers = _Course(model, ends[:2], layers, work, lambda p: make_stream(p, ring[part:]))
         self._head = _Course(model, ends[1:], head, [], lambda p: make_stream(p, ring[:part]))
         found = (slots, self._layers.stream, self._head.stream)
-        self._readers = [own.reads for own in found if own is not None]
-        self._is_resident = not self._readers and not self._rows
+        self.readers = [own.reads for own in found if own is not None]
+        self._is_resident = not self.readers and not self._rows
 
     @property
     def program(self) -> BlockModel:
@@ -248,11 +248,11 @@ class FileModel:
 
     @property
     def read_bytes(self) -> int:
-        return self._row_bytes + sum(own.read_bytes for own in self._readers)
+        return self._row_bytes + sum(own.read_bytes for own in self.readers)
 
     @property
     def waited_s(self) -> float:
-        return sum((own.waited_s for own in self._readers), 0.0)
+        return sum((own.waited_s for own in self.readers), 0.0)
 
     def count_work(self) -> Mapping[str, float | None]:
         dials, slots, experts = self._dials, self._slots, self._experts

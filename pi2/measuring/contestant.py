@@ -32,6 +32,7 @@ from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.memory.flash import PendingRead
+    from pi2.memory.io_engine import ReadBatch
 
 
 @dataclass(kw_only=True)
@@ -41,7 +42,7 @@ class Profile(ExecutorObserver, ReadObserver, ShareObserver):
     tokens: int = 0
     total_s: float = 0.0
     io_wait_s: float = 0.0
-    """Waiting for neurons to arrive."""
+    """Waiting for weights to arrive."""
     unit_wait_s: float = 0.0
     """Waiting for units next to the executor."""
     calls: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -60,6 +61,9 @@ class Profile(ExecutorObserver, ReadObserver, ShareObserver):
         self.calls[name] = (count + 1, seconds + end_s - start_s)
 
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
+        self.io_wait_s += end_s - start_s
+
+    def note_reads(self, batch: ReadBatch, size: int, start_s: float, end_s: float) -> None:
         self.io_wait_s += end_s - start_s
 
     def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:

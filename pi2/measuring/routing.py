@@ -1,8 +1,8 @@
 """Which experts compute which tokens: recorded from real runs, kept in a file, and described.
 
 ``routing.parquet`` has a row for each expert that a token's router chose: sequence, token, layer,
-expert, weight; of each layer of a token the expert with the largest weight first.  Shared experts,
-which compute every token, are left out."""
+expert, weight; of each layer of a token the expert with the largest weight first.  Layers without
+routers are not counted, nor shared experts, which compute every token."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ from typing import Literal, get_args
 import numpy as np
 
 from pi2.arrays import F32, I32, I64
-from pi2.backends.executor import Executor, ExecutorObserver
+from pi2.backends.blocks.model import BlockModel
 from pi2.backends.host import load_host_loops
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
-from pi2.importing.conversion_job import encode_table, note_identity, read_table
-from pi2.measuring.texts import Passages, Window, run_windows
+from pi2.importing.conversion_job import encode_table, read_table
+from pi2.measuring.texts import Window, run_windows
 from pi2.memory.cache import NeuronCache
 from pi2.memory.policy import PolicyName
-from pi2.orchestrator import load
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.progress import Progress, ignore_progress
 
 ROUTING = "routing.parquet"
@@ -40,7 +40,7 @@ class RoutingTrace:
     experts: int
     """Experts of a layer."""
     expert_bytes: int
-    """Bytes of one in the store; 0 where that is not known."""
+    """Bytes of one, the mean of all layers; 0 where that is not known."""
     sequences: I32
     """Sequence of each token [tokens], ascending."""
     chosen: I32
@@ -63,59 +63,57 @@ class Locality:
     """The same with tokens in random order: the effect of popularity."""
 
 
-class _RouteObserver(ExecutorObserver):
-    def __init__(self, executor: Executor, layers: int, experts: int) -> None:
-        self._executor = executor
-        self._experts = experts
-        self.routes: list[list[F32]] = [[] for _ in range(layers)]
-
-    def end_ffn(self, layer: int) -> None:
-        self.routes[layer].append(self._executor.read_routes()[:, : self._experts].copy())
-
-
-def record_routing(
-    plan: Path,
-    passages: Passages,
-    *,
-    overrides: Mapping[str, object] | None = None,
-    progress: Progress = ignore_progress,
-) -> tuple[RoutingTrace, dict[str, str]]:
-    """Run ``plan`` over ``passages``; return the routing and notes that identify the weights.
-    UserError P660 and P661 for the text, P662 if the backend hides routing, P524 without
-    experts."""
-    # Observed, since a mixture's store runs for nothing else (P525).
-    with load(
-        plan, set=overrides, progress=progress, make_observer=lambda executor, request: None
-    ) as model:
-        trace = observe_routing(model, passages.cut(model), progress)
-        return trace, note_identity(model.store)
-
-
 def observe_routing(
     model: LoadedModel, windows: Sequence[Window], progress: Progress = ignore_progress
 ) -> RoutingTrace:
-    """Note the routing of every token of ``windows``; raises as `record_routing`."""
-    resolved, executor = model.plan, model._parts.executor
+    """Note the routing of every token of ``windows``.  UserError P524 without experts, P662 if the
+    unit keeps its program to itself."""
+    resolved, program = model.plan, model._parts.model.program
     moe = resolved.model.moe
     if moe is None:
         raise UserError.of("P524", f"{resolved.model.id!r} is not an MoE model")
-    observer = _RouteObserver(executor, resolved.model.shape.layers, moe.experts)
-    executor.observe(observer)
+    if program is None or program.pairs is None:
+        raise UserError.of(
+            "P662",
+            f"unit {resolved.sparse_unit!r} keeps the routing of {resolved.model.id!r} to itself",
+            help="take a plan in which a CPU computes the model",
+        )
+    pairs, layers = program.pairs, program.choices
+    found: dict[int, list[tuple[I32, F32]]] = {layer: [] for layer in sorted(layers.values())}
+
+    def note(number: int) -> None:
+        if number in layers:
+            found[layers[number]].append((pairs.chosen.copy(), pairs.weights.copy()))
+
+    program.watch(note)
     try:
         for _ in run_windows(model, windows, partial(progress, "recording")):
             pass
     finally:
-        executor.observe(None)
-    routes = np.stack([np.concatenate(layer) for layer in observer.routes], axis=1)
+        program.watch(None)
+    by_layer = [
+        [np.concatenate(own) for own in zip(*calls, strict=True)] for calls in found.values()
+    ]
+    chosen, weights = (
+        np.stack([own.reshape(-1, pairs.active) for own in kind], axis=1)
+        for kind in zip(*by_layer, strict=True)
+    )
+    order = np.argsort(-weights, axis=2, kind="stable")
     sizes = [len(window.tokens) for window in windows]
-    chosen = np.argsort(-routes, axis=2, kind="stable")[:, :, : moe.active_experts]
     return RoutingTrace(
         experts=moe.experts,
-        expert_bytes=resolved.model.shape.ffn * resolved.bundle.stride,
+        expert_bytes=_count_expert_bytes(resolved, program, len(layers) * moe.experts),
         sequences=np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),
-        chosen=chosen.astype(np.int32),
-        weights=np.take_along_axis(routes, chosen, axis=2),
+        chosen=np.take_along_axis(chosen, order, axis=2),
+        weights=np.take_along_axis(weights, order, axis=2),
     )
+
+
+def _count_expert_bytes(resolved: ResolvedPlan, program: BlockModel, experts: int) -> int:
+    matrices = [own.weight for own in program.matrices if own.weight.experts > 1]
+    if matrices:
+        return sum(weight.size_bytes for weight in matrices) // experts
+    return resolved.model.shape.ffn * resolved.bundle.stride
 
 
 def encode_trace(trace: RoutingTrace, notes: Mapping[str, str]) -> bytes:

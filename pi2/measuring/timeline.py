@@ -186,6 +186,13 @@ class _Tape(ExecutorObserver, ShareObserver, ReadObserver):
         if number + 1 == len(pending.clusters):
             self.submitted.pop(id(pending), None)
 
+    def note_reads(self, batch: ReadBatch, size: int, start_s: float, end_s: float) -> None:
+        (start, end), name = self.since(start_s, end_s), f"{size / 1e6:.1f} MB"
+        self.wait_s += end - start
+        self.recorder.add_slice(DRIVER, f"wait for {name}", start, end)
+        begun = max(batch.submitted_s - self.start_s, 0.0) if batch.submitted_s else start
+        self.arrivals.append((self.add_queued_read("queue", name, begun, end), end))
+
     def note_part(self, batch: ReadBatch, part: int, start_s: float, end_s: float) -> None:
         if batch.content == "run":
             return

@@ -69,6 +69,9 @@ class ReadObserver:
     def note_wait(self, pending: PendingRead, number: int, start_s: float, end_s: float) -> None:
         """The caller has waited for cluster ``number``, and has it."""
 
+    def note_reads(self, batch: ReadBatch, size: int, start_s: float, end_s: float) -> None:
+        """The caller has waited for ``size`` bytes of a file that is computed as it is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleFile:

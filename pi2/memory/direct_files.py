@@ -160,8 +160,11 @@ class BatchReads:
         """Bytes of requests that were waited for."""
         self.waited_s = 0.0
         """Seconds in which `finish` has waited."""
+        self.observer: ReadObserver | None = None
 
     def submit(self, batch: ReadBatch) -> None:
+        if self.observer is not None:
+            batch.submitted_s = perf_counter()
         try:
             self.engine.submit(batch)
         except BaseException:
@@ -173,7 +176,8 @@ class BatchReads:
         left; raises as `DirectFiles.read` does."""
         start = perf_counter()
         self.engine.wait(batch, part, count)
-        self.waited_s += perf_counter() - start
+        end_s = perf_counter()
+        self.waited_s += end_s - start
         begin, end = batch.parts[part].start, batch.parts[part + count - 1].stop
         sizes = batch.sizes[begin:end]
         # Methods of arrays that reduce them are Python, several times as slow as this.
@@ -182,7 +186,10 @@ class BatchReads:
             for number in range(begin, end):
                 if failed[number - begin]:
                     self._read_again(batch, number)
-        self.read_bytes += int(np.add.reduce(sizes))
+        size = int(np.add.reduce(sizes))
+        self.read_bytes += size
+        if self.observer is not None:
+            self.observer.note_reads(batch, size, start, end_s)
 
     def _read_again(self, batch: ReadBatch, number: int) -> None:
         """Read a request that was interrupted, or whose file is shorter than it was."""
@@ -204,9 +211,11 @@ class FileReads:
     phases_fallback: str | None = None
     saved_bytes = 0
 
-    def __init__(self, files: DirectFiles, count: Callable[[], int]) -> None:
-        """``count``: bytes that were read so far, loading not included."""
-        self._files, self._count = files, count
+    def __init__(
+        self, files: DirectFiles, readers: Sequence[BatchReads], count: Callable[[], int]
+    ) -> None:
+        """``count``: bytes that ``readers`` and others have read, loading not included."""
+        self._files, self._readers, self._count = files, readers, count
         self.engine, self.engine_fallback = files.engine, files.engine_fallback
 
     @property
@@ -219,7 +228,9 @@ class FileReads:
         return self._count()
 
     def observe(self, observer: ReadObserver | None) -> None:
-        """Single reads are not told of."""
+        """Tell ``observer`` of reads from now on; None ends it."""
+        for reader in self._readers:
+            reader.observer = observer
 
 
 def load_ranges(

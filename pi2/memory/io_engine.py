@@ -54,6 +54,8 @@ class ReadBatch:
     parts: tuple[slice, ...] = ()
     """Requests that are issued and waited for together; empty: all of them."""
     content: Content = "neurons"
+    submitted_s: float = 0.0
+    """When it was issued, if its reads are observed."""
 
 
 class BundlePlaces(NamedTuple):

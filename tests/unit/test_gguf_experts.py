@@ -7,17 +7,20 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pi2
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.engine.run_report import summarise_run
+from pi2.measuring.routing import ROUTING, read_trace
 from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import MIXTURE
 from tests.helpers.peers import read_models, write_tiny
 
 SETTINGS: dict[str, Any] = {"kv.context": 256, "prefill.chunk": 32}
+KEPT = [f"--set={key}={value}" for key, value in SETTINGS.items()]
 TOKENS = list(range(5, 45))
 
 
@@ -83,6 +86,36 @@ def test_a_simulated_token_reads_experts_that_are_not_in_memory(
         read.append(json.loads(capsys.readouterr().out)["decode"]["read_bytes_per_token"])
     expert_bytes = 38.2 * 2**20 / 64
     assert 12 * expert_bytes > read[0] > read[1] > read[2] == 0
+
+
+def test_routing_of_a_file_is_recorded_within_any_memory(file: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("hello world " * 40)
+    found = []
+    for number, memory in enumerate((find_least(file) + 8, 300)):
+        given = ["--text", str(text), "--routing", "--memory", f"{memory} MiB"]
+        folder = tmp_path / str(number)
+        assert run(["activations", str(file), *given, "-o", str(folder), *KEPT]) == 0
+        found.append(read_trace(folder / ROUTING))
+    streamed, whole = found
+    assert streamed.chosen.shape[1:] == (4, 3) and streamed.experts == 16
+    assert 550_000 < streamed.expert_bytes < 700_000
+    assert np.array_equal(streamed.chosen, whole.chosen)
+    assert np.allclose(streamed.weights.sum(axis=2), 1.0, atol=1e-5)
+
+
+def test_a_timeline_of_a_file_shows_how_long_its_experts_were_waited_for(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "trace.json"
+    given = ["--memory", f"{find_least(file) + 8} MiB", "-o", str(output), "-n", "3", *KEPT]
+    assert run(["trace", str(file), *given]) == 0
+    events = json.loads(output.read_text("utf-8"))["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"driver", "compute 0", "queue 0"} <= lanes
+    assert "route 3" in names and any(name.startswith("wait for ") for name in names)
+    assert " 0.0 MB read per token" not in capsys.readouterr().out
 
 
 def test_the_summary_says_what_experts_were_read(file: Path) -> None:

@@ -187,8 +187,11 @@ def test_neurons_that_never_rest_are_no_reason_not_to_count_experts(
 def test_commands_record_and_replay(plan: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words " * 20)
-    folder = tmp_path / "stats"
-    command = ["activations", str(plan), "--text", str(text), "--routing", "-o", str(folder)]
+    folder, file = tmp_path / "stats", str(tmp_path / "tiny.gguf")
+    source = [str(plan.parent / "store"), "--model", str(plan.parent / "tiny.model.toml")]
+    assert run(["convert", *source, "-o", file]) == 0
+    command = ["activations", file, "--text", str(text), "--routing", "-o", str(folder)]
+    command += ["--set", "backends.cpu=reference"]
     assert run(command) == 0
     assert run(command) == 2
     picture = tmp_path / "hits.png"
