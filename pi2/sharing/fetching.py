@@ -121,8 +121,11 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         replace_file(path, data)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError.of("P003", f"cannot be written: {reason}", file=str(path)) from None
+        raise report_unwritable(path, error) from None
+
+
+def report_unwritable(path: Path, error: OSError) -> UserError:
+    return UserError.of("P003", f"cannot be written: {error.strerror or error}", file=str(path))
 
 
 def write_report(path: Path, text: str) -> None:
@@ -132,11 +135,9 @@ def write_report(path: Path, text: str) -> None:
         write_atomically(Path(os.path.realpath(path)), data)
         return
     try:
-        with path.open("wb") as file:
-            file.write(data)
+        path.write_bytes(data)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError.of("P003", f"cannot be written: {reason}", file=str(path)) from None
+        raise report_unwritable(path, error) from None
 
 
 @dataclass(frozen=True)
@@ -145,34 +146,31 @@ class Cache:
 
     folder: Path
 
-    def find_path(self, sha256: str, name: str) -> Path:
+    def _name(self, sha256: str, name: str) -> Path:
         assert len(sha256) == 64 and "/" not in name, (sha256, name)
         return self.folder / "blobs" / sha256 / name
 
     def add(self, data: bytes, name: str) -> Path:
         """Store ``data``; an existing sound file stays."""
-        path = self.find_path(hash_bytes(data), name)
+        path = self._name(hash_bytes(data), name)
         if read_regular(path) != data:
             write_atomically(path, data)
         return path
 
-    def read(self, sha256: str, name: str) -> bytes | None:
-        """Bytes with this digest; None if absent, UserError P713 for other bytes."""
-        path = self.find_path(sha256, name)
+    def find(self, sha256: str, name: str) -> Path | None:
+        """The file with this digest; None if absent, UserError P713 for other bytes."""
+        path = self._name(sha256, name)
         data = read_regular(path)
-        if data is not None and hash_bytes(data) != sha256:
-            raise report_tampering(path, sha256)
-        return data
-
-
-def report_tampering(path: Path, sha256: str) -> UserError:
-    """A file whose bytes differ from the locked ones."""
-    return UserError.of(
-        "P713",
-        f"{path} is not the file that was locked: its SHA-256 is not {sha256[:12]}…",
-        help=f"delete {path}, then `pi2 profile add` fetches it again",
-        file=str(path),
-    )
+        if data is None:
+            return None
+        if hash_bytes(data) != sha256:
+            raise UserError.of(
+                "P713",
+                f"{path} is not the file that was locked: its SHA-256 is not {sha256[:12]}…",
+                help=f"delete {path}, then `pi2 profile add` fetches it again",
+                file=str(path),
+            )
+        return path
 
 
 def read_regular(path: Path) -> bytes | None:

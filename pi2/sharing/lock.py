@@ -227,9 +227,7 @@ def name_in_lock(reference: Reference, base: Path, folder: Path) -> str:
 
 def find_copy(source: Source, cache: Cache) -> Path | None:
     """The cached file of a locked source, None if absent; `UserError` P713 for other bytes."""
-    if cache.read(source.sha256, source.file_name) is None:
-        return None
-    return cache.find_path(source.sha256, source.file_name)
+    return cache.find(source.sha256, source.file_name)
 
 
 def require_copy(source: Source, cache: Cache) -> Path:
