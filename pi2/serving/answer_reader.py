@@ -123,7 +123,7 @@ Items = list[Fragment | ToolCall]
 
 
 Step = Callable[[Items, bool], bool]
-"""Adds what is certain, at the end (True) the rest; whether another step may follow."""
+"""Adds the certain part, at the end (True) the rest; whether another step may follow."""
 LONG, GROWTH = 2000, 1.05
 """Characters from which on a call is read again only where it may have ended, or has grown so."""
 _LONGEST_MARK = 64

@@ -64,7 +64,7 @@ def name_type(value: Any) -> str:
 
 
 def read_value(text: str, types: Sequence[str]) -> Any:
-    """The value of one of ``types`` that ``text`` stands for; without any, what it looks like."""
+    """The value of one of ``types`` that ``text`` stands for; without any, of the likeliest."""
     if not types:
         return _guess_value(text)
     if "null" in types and text.strip() in ("null", "None"):

@@ -140,7 +140,7 @@ class _ResponseWriter(Writer):
     def __init__(self, host: Host, body: ResponsesRequest, ask: Ask) -> None:
         super().__init__(host, [ask])
         self._events: list[dict[str, Any]] = []
-        """What is not sent yet."""
+        """Events to send next."""
         self._number = -1
         self._output: list[dict[str, Any]] = []
         """Items that are complete."""

@@ -209,7 +209,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 def is_local(url: str) -> bool:
-    """Whether what is at ``url`` is read without a network."""
+    """Whether a file at ``url`` is read without a network."""
     return url.startswith("file:")
 
 

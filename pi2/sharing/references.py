@@ -71,8 +71,8 @@ class Reference:
         return _COMMIT.fullmatch(self.revision) is not None
 
     def locate(self, github: str, base: Path) -> str:
-        """The address of the repository or file, where ``github`` is what ``gh:`` stands for; paths
-        are relative to ``base``."""
+        """The address of the repository or file: ``gh:`` stands for ``github``, and paths are
+        relative to ``base``."""
         match self.scheme:
             case "gh":
                 return f"{github}/{self.url}"
