@@ -7,9 +7,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from pi2.importing.quantize import Wish
     from pi2.plan.documents.model_parts import FfnPrecision
     from pi2.plan.weights.layout import ScalesPlace
-    from pi2.store.manifest import Manifest
+    from pi2.store.files import UnfinishedStore
 
 
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
@@ -133,17 +131,13 @@ def convert_path(
 ) -> None:
     """Convert the checkpoint at ``path`` and report it."""
     from pi2.importing.checkpoint import open_checkpoint, use_tokenizer
-    from pi2.importing.gguf_checkpoint import GgufCheckpoint
-    from pi2.weights.gguf_weights import GgufWeights
 
     given = None if source.tokenizer is None else Path(source.tokenizer)
     checkpoint = use_tokenizer(open_checkpoint(path), given)
     document = describe_titled(checkpoint, name)
     again = ", which has changed," if replace else ""
-    why = ""
-    if isinstance(checkpoint, GgufCheckpoint):
-        obstacles = GgufWeights(checkpoint, document).find_obstacles()
-        why = f": nothing computes {obstacles[0]} of it as it is" if obstacles else ""
+    obstacles = find_obstacles(checkpoint, document)
+    why = f": nothing computes {obstacles[0]} of it as it is" if obstacles else ""
     place = find_models_folder() / name
     say(f"{path}{again} is converted once, into {place}{why}")
     try:
@@ -184,32 +178,15 @@ def make_model(
     document: Model,
     origin: str,
     replace: bool,
-) -> Path:
-    """Make the folder ``output`` with a plan and weights: GGUF files of a checkpoint that are run
-    as they are, a new one of another model whose neurons are all computed, else a store. Return the
-    plan's path, if there is one."""
+) -> None:
+    """Make the folder ``output`` with a plan, if one is possible, and weights: GGUF files of a
+    checkpoint that are run as they are, a new one of another model whose neurons are all computed,
+    else a store."""
     from pi2.importing.convert import convert_checkpoint
     from pi2.importing.new_model import find_mtp
+    from pi2.importing.quantizers import Quantizer
     from pi2.importing.requirements import describe_kept, describe_other_parts
 
-    own = list_own_files(checkpoint, document) if source.quantization is None else {}
-    keeps_head, refusal = find_mtp(checkpoint, document) is not None, ""
-    make: Callable[[Mapping[str, bytes]], int]
-    if own:
-        kept, notes = "the file as it is", {PLAN: write_file_plan(next(iter(own)))}
-        make = partial(keep_files, own, output, replace=replace)
-    elif is_computed_whole(document):
-        document, wish = choose_wish(checkpoint, document, source.quantization, BEST)
-        kept, notes = f"{wish.describe(document)}, runs as it is", {PLAN: write_file_plan(FILE)}
-        job = _Job(checkpoint, document, wish, output, replace)
-        make = partial(make_file, job, progress=progress)
-    else:
-        document, keeps_head = choose_precision(document, source.quantization, checkpoint), False
-        kept = describe_kept(document)
-        notes, refusal = write_notes(checkpoint, document, origin)
-        convert = partial(convert_checkpoint, checkpoint, document, output, replace=replace)
-        make = partial(make_store, convert, progress=progress)
-    notes[RECORD] = source.write()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -218,70 +195,87 @@ def make_model(
             f"cannot make {output.parent}: {error.strerror}",
             help=f"set {VARIABLE} to a folder that you may write to",
         ) from None
-    size_bytes = make(notes)
+    own = list_own_files(checkpoint, document) if source.quantization is None else {}
+    keeps_head, refusal = find_mtp(checkpoint, document) is not None, ""
+    notes = {RECORD: source.write()}
+    if own:
+        kept, notes[PLAN] = "the file as it is", write_file_plan(next(iter(own)))
+        size_bytes = keep_files(own, output, notes, replace)
+    elif is_computed_whole(document):
+        document, wish = choose_wish(checkpoint, document, source.quantization, BEST)
+        kept, notes[PLAN] = f"{wish.describe(document)}, runs as it is", write_file_plan(FILE)
+        size_bytes = make_file(checkpoint, document, wish, output, notes, replace, progress)
+    else:
+        document, keeps_head = choose_precision(document, source.quantization, checkpoint), False
+        kept = describe_kept(document)
+        written, refusal = write_notes(checkpoint, document, origin)
+        notes |= written
+        manifest = convert_checkpoint(
+            checkpoint,
+            document,
+            output,
+            notes=notes,
+            quantizer=Quantizer("search"),
+            replace=replace,
+            progress=progress,
+        )
+        size_bytes = sum(entry.bytes for entry in manifest.files)
     say(f"{output}: {origin}, {size_bytes / 2**20:.1f} MiB ({kept})")
     for line in describe_other_parts(checkpoint, keeps_head=keeps_head):
         say(line)
     if PLAN not in notes:
         say(f"no plan was written for this machine: {refusal}")
-    return output / PLAN
 
 
-def make_store(
-    convert: Callable[..., Manifest], notes: Mapping[str, bytes], progress: Progress
+def make_file(
+    checkpoint: Checkpoint,
+    document: Model,
+    wish: Wish,
+    output: Path,
+    notes: Mapping[str, bytes],
+    replace: bool,
+    progress: Progress,
 ) -> int:
-    """Make the folder of a store and ``notes`` by `convert_checkpoint`; return its bytes."""
-    from pi2.importing.quantizers import Quantizer
+    """Make the folder ``output`` of a new GGUF file and ``notes``; return the file's bytes. A job
+    whose weights are fetched meanwhile resumes when called again. Raises as
+    `convert_checkpoint`."""
+    from importlib.metadata import version
 
-    manifest = convert(notes=notes, quantizer=Quantizer("search"), progress=progress)
-    return sum(entry.bytes for entry in manifest.files)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A file to be made."""
-
-    checkpoint: Checkpoint
-    document: Model
-    wish: Wish
-    output: Path
-    replace: bool
-
-
-def make_file(made: _Job, notes: Mapping[str, bytes], progress: Progress) -> int:
-    """Make the folder of a GGUF file and ``notes``; return the file's bytes. A job whose weights
-    are fetched meanwhile resumes when called again. Raises as `convert_checkpoint`."""
-    from pi2.importing.conversion_job import describe_files, keep_old_notes, read_extra_files
+    from pi2.importing.conversion_job import describe_files, read_extra_files
     from pi2.importing.quantize import quantize_checkpoint
     from pi2.importing.requirements import check_checkpoint
     from pi2.store.files import UnfinishedStore
 
-    checkpoint, document = made.checkpoint, made.document
     check_checkpoint(checkpoint, document)
     read_extra_files(checkpoint, document, None, {})
-    from importlib.metadata import version
-
-    asked = version("pi2"), made.wish, document.quantization, describe_files(checkpoint)
+    asked = version("pi2"), wish, document.quantization, describe_files(checkpoint)
     job = hashlib.sha256(repr(asked).encode()).hexdigest()
     keeps = checkpoint.shards is not None
-    with UnfinishedStore(made.output, job=job, replace=made.replace, keeps_failed=keeps) as room:
-        place = room.folder / FILE
-        file = quantize_checkpoint(checkpoint, document, place, made.wish, progress=progress)
-        for path, content in keep_old_notes(made.output, notes).items():
-            (room.folder / path).write_bytes(content)
-        room.publish()
+    with UnfinishedStore(output, job=job, replace=replace, keeps_failed=keeps) as room:
+        file = quantize_checkpoint(
+            checkpoint, document, room.folder / FILE, wish, progress=progress
+        )
+        publish(room, output, notes)
     return file.size_bytes
+
+
+def find_obstacles(source: Checkpoint, model: Model) -> list[str]:
+    """Why nothing computes a GGUF file as it is; empty if it is computed, and of other
+    checkpoints."""
+    from pi2.importing.gguf_checkpoint import GgufCheckpoint
+    from pi2.weights.gguf_weights import GgufWeights
+
+    if not isinstance(source, GgufCheckpoint):
+        return []
+    return GgufWeights(source, model).find_obstacles()
 
 
 def list_own_files(checkpoint: Checkpoint, document: Model) -> dict[str, Path]:
     """The GGUF files of a checkpoint that runs as it is, by their names in a model's folder; none
     if it does not."""
     from pi2.importing.gguf_checkpoint import GgufCheckpoint
-    from pi2.weights.gguf_weights import GgufWeights
 
-    if not isinstance(checkpoint, GgufCheckpoint):
-        return {}
-    if GgufWeights(checkpoint, document).find_obstacles():
+    if not isinstance(checkpoint, GgufCheckpoint) or find_obstacles(checkpoint, document):
         return {}
     count = len(checkpoint.files)
     if count == 1:
@@ -296,16 +290,22 @@ def keep_files(
     """Make the folder ``output`` of ``files`` by their names in it and of ``notes``; return the
     files' bytes.  They are linked, or copied to another disk, and stay where they are.  Raises
     `UserError` P521 to P523."""
-    from pi2.importing.conversion_job import keep_old_notes
     from pi2.store.files import UnfinishedStore, link_or_copy
 
     with UnfinishedStore(output, job="", replace=replace) as room:
         for name, file in files.items():
             link_or_copy(file.resolve(), room.folder / name)
-        for path, content in keep_old_notes(output, notes).items():
-            (room.folder / path).write_bytes(content)
-        room.publish()
+        publish(room, output, notes)
     return sum(file.stat().st_size for file in files.values())
+
+
+def publish(room: UnfinishedStore, output: Path, notes: Mapping[str, bytes]) -> None:
+    """Write ``notes`` next to the weights, and give the folder its name."""
+    from pi2.importing.conversion_job import keep_old_notes
+
+    for path, content in keep_old_notes(output, notes).items():
+        (room.folder / path).write_bytes(content)
+    room.publish()
 
 
 def is_computed_whole(model: Model) -> bool:
@@ -315,17 +315,6 @@ def is_computed_whole(model: Model) -> bool:
     from pi2.importing.rows import make_plain
 
     return model.is_smooth and model.predictor is None and not find_unknown(make_plain(model))
-
-
-def find_obstacles(source: Checkpoint, model: Model) -> list[str]:
-    """Why nothing computes a GGUF file as it is; empty if it is computed, and of other
-    checkpoints."""
-    from pi2.importing.gguf_checkpoint import GgufCheckpoint
-    from pi2.weights.gguf_weights import GgufWeights
-
-    if not isinstance(source, GgufCheckpoint):
-        return []
-    return GgufWeights(source, model).find_obstacles()
 
 
 def choose_wish(

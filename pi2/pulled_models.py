@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
+from pydantic import TypeAdapter
+
 from pi2.caches import RECORD as RECORD
 from pi2.caches import VARIABLE, Kept, find_cache_folder, find_home
 from pi2.diagnostics import UserError
@@ -26,8 +28,16 @@ _LEAVING = ".leaving-"
 """Begins the name of a model that is being removed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+@dataclass(frozen=True)
+class _Record:
+    """What a model's record says."""
+
+    def write(self) -> bytes:
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(_Record):
     """What a store was made from: a commit of a repository."""
 
     repository: str
@@ -43,12 +53,9 @@ class Source:
     def name(self) -> str:
         return f"{self.repository}@{self.commit[:12]}" + (f" {self.file}" if self.file else "")
 
-    def write(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSource:
+@dataclass(frozen=True, kw_only=True)
+class LocalSource(_Record):
     """What a store was made from: a checkpoint on this machine."""
 
     path: str
@@ -84,17 +91,8 @@ class LocalSource:
         given = None if tokenizer is None else str(tokenizer)
         return cls(path=str(place), files=tuple(described), tokenizer=given)
 
-    def write(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
-
-def _read_source(content: bytes) -> Source | LocalSource:
-    """What a record says; ValueError, TypeError or KeyError if it is none."""
-    fields = json.loads(content)
-    if "path" not in fields:
-        return Source(**fields)
-    files = tuple((str(name), int(size), int(at)) for name, size, at in fields.pop("files"))
-    return LocalSource(**fields, files=files)
+_SOURCES: TypeAdapter[Source | LocalSource] = TypeAdapter(Source | LocalSource)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +136,8 @@ def find_model(name: str) -> PulledModel | None:
         return None
     folder = find_models_folder() / name
     try:
-        source = _read_source((folder / RECORD).read_bytes())
-    except (OSError, ValueError, TypeError, KeyError):
+        source = _SOURCES.validate_json((folder / RECORD).read_bytes())
+    except (OSError, ValueError):
         return None
     return PulledModel(name=name, folder=folder, source=source)
 

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +22,14 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``, and other fields that a template reads."""
 
-_CPU_S, _CPU_S_PER_MIB = 1.0, 1.0
-"""Processor time of a template, and more of it for long conversations."""
-_MEMORY_MIB, _MEMORY_FACTOR = 512, 32
-"""Memory of the process, and further times the bytes of template and conversation."""
-
-
-_STAYING_MIB = 1
+_LIMITS, _MEMORY_FACTOR = Limits(cpu_s=1.0, memory_mib=512), 32
+"""Of a template's process, and memory in addition for the bytes of template and conversation."""
+_STAYING_BYTES = MIB
 """Largest conversation for a process that stays."""
 
 
 def make_staying_child() -> StayingChild:
-    return StayingChild(
-        "template",
-        Limits(_CPU_S + _CPU_S_PER_MIB * _STAYING_MIB, _MEMORY_MIB + _MEMORY_FACTOR * _STAYING_MIB),
-    )
+    return StayingChild("template", _LIMITS.add_input(_STAYING_BYTES, _MEMORY_FACTOR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +69,11 @@ class ChatTemplate:
             request = json.dumps([self.source, given]).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
             raise self._explain(f"its input cannot be written as JSON: {error}") from None
-        size_mib = len(request) / MIB
-        limits = Limits(
-            _CPU_S + _CPU_S_PER_MIB * size_mib, _MEMORY_MIB + ceil(_MEMORY_FACTOR * size_mib)
-        )
         try:
-            if child is not None and size_mib <= _STAYING_MIB:
+            if child is not None and len(request) <= _STAYING_BYTES:
                 answer = child.run(request)
             else:
+                limits = _LIMITS.add_input(len(request), _MEMORY_FACTOR)
                 answer = run_child("template", request, limits)
             return answer.decode("utf-8", "surrogatepass")
         except ChildFailed as error:
@@ -249,6 +238,17 @@ class TokenDecoder:
         return self._decode([*before, *self._held])[len(self._decode(before)) :]
 
 
+def find_overlap(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of ``text`` that begins one of ``marks``."""
+    most = 0
+    for mark in marks:
+        for size in range(min(len(mark) - 1, len(text)), most, -1):
+            if text.endswith(mark[:size]):
+                most = size
+                break
+    return most
+
+
 class StopFilter:
     """Holds back text that may be the beginning of a stop string."""
 
@@ -273,8 +273,7 @@ class StopFilter:
             self.stopped = True
             self._held = ""
             return text[:first]
-        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
-        cut = len(text) - keep
+        cut = len(text) - find_overlap(text, self._stops)
         self._held = text[cut:]
         return text[:cut]
 
@@ -282,14 +281,6 @@ class StopFilter:
         """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return held
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of ``text`` that begins ``stop``."""
-        for size in range(min(len(stop) - 1, len(text)), 0, -1):
-            if text.endswith(stop[:size]):
-                return size
-        return 0
 
 
 def read_prompt(file: Path | None) -> str:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from threading import Lock, Timer
 from typing import IO, TYPE_CHECKING, Self
@@ -32,6 +33,12 @@ class Limits:
     """Seconds of processor time, once it has begun with its work."""
     memory_mib: int
     """Address space."""
+
+    def add_input(self, size_bytes: int, memory_factor: int) -> Limits:
+        """These limits, more for an input: a second per MiB, and ``memory_factor`` times its
+        size."""
+        size_mib = size_bytes / MIB
+        return Limits(self.cpu_s + size_mib, self.memory_mib + ceil(memory_factor * size_mib))
 
 
 class ChildFailed(Exception):

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
-from pi2.sandbox.child import MIB, ChildFailed, Limits, run_child
+from pi2.sandbox.child import ChildFailed, Limits, run_child
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_CPU_S, _CPU_S_PER_MIB = 5.0, 1.0
-_MEMORY_MIB, _MEMORY_FACTOR = 1024, 48
-"""Memory of the process, and further times the bytes of the tokenizer."""
+_LIMITS, _MEMORY_FACTOR = Limits(cpu_s=5.0, memory_mib=1024), 48
+"""Of the process, and memory in addition for the bytes of the tokenizer."""
 
 
 class TokenizerRefused(Exception):
@@ -48,12 +46,8 @@ def try_tokenizer(content: bytes) -> Tried:
     known = _read_known(file)
     if known is not None:
         return known
-    size_mib = len(content) / MIB
-    limits = Limits(
-        _CPU_S + _CPU_S_PER_MIB * size_mib, _MEMORY_MIB + ceil(_MEMORY_FACTOR * size_mib)
-    )
     try:
-        answer = run_child("trial", content, limits)
+        answer = run_child("trial", content, _LIMITS.add_input(len(content), _MEMORY_FACTOR))
     except ChildFailed as error:
         raise TokenizerRefused(str(error)) from None
     with suppress(OSError):

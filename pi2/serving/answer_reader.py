@@ -2,12 +2,13 @@
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from pi2.engine.text import find_overlap
 from pi2.serving.call_patterns import CallForm, ToolCall, Tools
 from pi2.serving.literals import NoCall, NotWhole, dump_json_text
 
@@ -99,10 +100,6 @@ def list_call_forms(format: Format) -> list[tuple[CallForm, bool]]:
     return own + others
 
 
-def knows_tools(template: str) -> bool:
-    return re.search(r"\btools\b", template) is not None
-
-
 def describe_tools(format: Format, tools: Sequence[Mapping[str, Any]]) -> str:
     listed = "\n".join(dump_json_text(tool) for tool in tools)
     example = format.calls[0].write([("NAME", {"PARAMETER": "VALUE"})])
@@ -125,25 +122,56 @@ class Fragment:
 Items = list[Fragment | ToolCall]
 
 
-class AnswerReader(Protocol):
+Step = Callable[[Items, bool], bool]
+"""Adds the certain part, at the end (True) the rest; whether another step may follow."""
+LONG, GROWTH = 2000, 1.05
+"""Characters from which on a call is read again only where it may have ended, or has grown so."""
+_LONGEST_MARK = 64
+
+
+class AnswerReader:
     """Takes text and gives fragments and calls as soon as they are certain."""
+
+    def __init__(self, steps: Mapping[str, Step], state: str) -> None:
+        """``steps`` by the state in which each is made, the first of which is ``state``."""
+        self._steps, self._state = steps, state
+        self._held = ""
+        """Text of which nothing is certain."""
+        self._tried = 0
+        """Length of a long call that was read in vain."""
 
     def push(self, text: str) -> Items:
         """Take text; return the certain part."""
+        self._held += text
+        ends = self._list_call_ends()
+        if ends is not None and len(self._held) > LONG:
+            tail = self._held[-len(text) - _LONGEST_MARK :]
+            has_ended = any(end and end in tail for end in ends)
+            if not has_ended and len(self._held) < self._tried * GROWTH:
+                return []
+            self._tried = len(self._held)
+        return self._go_on(last=False)
 
     def flush(self) -> Items:
         """Return the rest at the end."""
+        found = self._go_on(last=True)
+        self._give_rest(found)
+        self._held = ""
+        return found
 
+    def _go_on(self, *, last: bool) -> Items:
+        found: Items = []
+        while self._steps[self._state](found, last):
+            pass
+        return found
 
-def find_overlap(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that begins one of ``marks``."""
-    most = 0
-    for mark in marks:
-        for size in range(min(len(mark) - 1, len(text)), most, -1):
-            if text.endswith(mark[:size]):
-                most = size
-                break
-    return most
+    def _list_call_ends(self) -> Sequence[str] | None:
+        """Marks that end the call that is read; None outside of calls."""
+        raise NotImplementedError
+
+    def _give_rest(self, found: Items) -> None:
+        """Add the text that is held at the end."""
+        raise NotImplementedError
 
 
 _BARE = re.compile(r'\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters|id)"')
@@ -156,14 +184,9 @@ _OPENING_BEGINNING = re.compile(r"`{1,3}(?:[a-z_]{0,9})?[ \t]*\n?\Z")
 _CLOSING = re.compile(r"\s*```")
 _BARE_JSON = CallForm(call='{"name": "$name", "arguments": $arguments}')
 _BARE_LIST = CallForm(call="$name($keywords)", is_list=True)
-LONG, GROWTH = 2000, 1.05
-"""Characters from which on a call is read again only where it may have ended, or has grown so."""
 
 
-_LONGEST_MARK = 64
-
-
-class MarkedReader:
+class MarkedReader(AnswerReader):
     def __init__(
         self,
         format: Format,
@@ -174,13 +197,19 @@ class MarkedReader:
         prompt: str = "",
     ) -> None:
         """``tools``: None leaves calls in the content; ``prompt`` may have written a mark."""
+        steps = {
+            "between": self._begin_part,
+            "reasoning": self._read_reasoning,
+            "content": self._read_content,
+            "call": self._read_call,
+            "more": self._read_more,
+        }
+        super().__init__(steps, "between")
         self._tools = tools
         self._is_loose = format.is_loose and bool(tools)
         self._forms = [] if tools is None else list_call_forms(format)
         self._begins = list(dict.fromkeys(form.begin for form, _ in self._forms if form.begin))
         self._reasoning, self._wraps, self._skips = reasoning, content, format.skip
-        self._state: Literal["between", "reasoning", "content", "call", "more"] = "between"
-        self._held = ""
         self._end = ""
         """The mark that ends the part that is open."""
         self._kept = ""
@@ -193,8 +222,6 @@ class MarkedReader:
         """Whether nothing has come."""
         self._open: list[tuple[CallForm, bool]] = []
         """How the calls may be written within the mark that has begun them."""
-        self._tried = 0
-        """Length of a long call that was read in vain."""
         self._fence = _FenceTracker()
         self._is_plain = not (reasoning or content or self._forms or self._skips)
         ended = prompt.rstrip()
@@ -203,36 +230,14 @@ class MarkedReader:
                 self._state = "reasoning" if pair in reasoning else "content"
                 self._end, self._is_first = pair[1], False
 
-    def push(self, text: str) -> Items:
-        self._held += text
-        if self._state in ("call", "more") and len(self._held) > LONG:
-            tail = self._held[-len(text) - _LONGEST_MARK :]
-            ends = (form.closing for form, _ in self._open)
-            has_ended = any(end and end in tail for end in ends)
-            if not has_ended and len(self._held) < self._tried * GROWTH:
-                return []
-            self._tried = len(self._held)
-        return self._go_on(last=False)
+    def _list_call_ends(self) -> Sequence[str] | None:
+        is_call = self._state in ("call", "more")
+        return [form.closing for form, _ in self._open] if is_call else None
 
-    def flush(self) -> Items:
-        found = self._go_on(last=True)
+    def _give_rest(self, found: Items) -> None:
         part: Part = "reasoning" if self._state == "reasoning" else "content"
         self._add(found, part, self._blank + self._held)
-        self._held = self._blank = ""
-        return found
-
-    def _go_on(self, *, last: bool) -> Items:
-        found: Items = []
-        steps = {
-            "between": self._begin_part,
-            "reasoning": self._read_reasoning,
-            "content": self._read_content,
-            "call": self._read_call,
-            "more": self._read_more,
-        }
-        while steps[self._state](found, last):
-            pass
-        return found
+        self._blank = ""
 
     def _begin_part(self, found: Items, last: bool) -> bool:
         text = self._held.lstrip()
@@ -269,9 +274,11 @@ class MarkedReader:
         if self._is_loose and not self._kept:
             if not last and bool(_BARE_BEGINNING.match(text) or _LIST_BEGINNING.match(text)):
                 return False
-            if _BARE.match(text) or self._begins_list(text):
+            named = _LIST.match(text)
+            is_list = named is not None and named[1] in (self._tools or {})
+            if is_list or _BARE.match(text):
                 self._held, self._state = text, "call"
-                self._open = [(_BARE_JSON if _BARE.match(text) else _BARE_LIST, False)]
+                self._open = [(_BARE_LIST if is_list else _BARE_JSON, False)]
                 return True
         if not self._kept:
             self._end = ""
@@ -281,10 +288,6 @@ class MarkedReader:
             self._add(found, "content", self._end)
             self._held = self._held[len(self._end) :]
         return True
-
-    def _begins_list(self, text: str) -> bool:
-        found = _LIST.match(text)
-        return found is not None and found[1] in (self._tools or {})
 
     def _read_reasoning(self, found: Items, last: bool) -> bool:
         at = self._held.find(self._end)
@@ -404,7 +407,7 @@ class MarkedReader:
             if last:  # the answer was cut inside the mark
                 self._held = ""
             return False
-        is_next = form.is_repeated and not (form.is_json and not text.startswith("{"))
+        is_next = text.startswith("{") if form.is_json else form.is_shared
         try:
             if not is_next or not text:
                 raise NoCall

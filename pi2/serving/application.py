@@ -192,12 +192,7 @@ def make_application(settings: Settings) -> Starlette:
         )
 
     async def show_model(request: Request, service: Service) -> Response:
-        name = request.path_params["name"]
-        host = service.hosts.hosts.get(name)
-        if host is None:
-            raise ApiError(
-                404, f"The model '{name}' does not exist.", param="model", code="model_not_found"
-            )
+        host = service.hosts.find(request.path_params["name"])
         return JsonResponse(_describe_model(host))
 
     async def show_health(request: Request, service: Service) -> Response:
@@ -212,12 +207,10 @@ def make_application(settings: Settings) -> Starlette:
 
     async def change_budget(request: Request, service: Service) -> Response:
         body = await parse_body(request, service, BudgetRequest)
-        found = service.hosts.hosts
-        if body.model is not None and body.model not in found:
-            raise ApiError(404, f"The model '{body.model}' does not exist.", param="model")
+        name = None if body.model is None else service.hosts.find(body.model).plan.name
         memory_bytes = await asyncio.to_thread(read_memory, body.memory)
-        await service.hosts.change_budget(memory_bytes, body.model)
-        budgets = {name: host.plan.budget_bytes for name, host in found.items()}
+        await service.hosts.change_budget(memory_bytes, name)
+        budgets = {name: host.plan.budget_bytes for name, host in service.hosts.hosts.items()}
         return JsonResponse({"memory_bytes": memory_bytes, "budget_bytes": budgets})
 
     async def show_state(request: Request, service: Service) -> Response:

@@ -26,6 +26,7 @@ from pi2.serving.schema_grammars import (
     Notation,
     SchemaWriter,
     list_members,
+    quote,
     write_content,
     write_sequence,
 )
@@ -129,11 +130,11 @@ class GrammarWriter:
         parts, at = [], 0
         for found in self._tokens.finditer(text):
             if found.start() > at:
-                parts.append(_quote(text[at : found.start()]))
+                parts.append(quote(text[at : found.start()]))
             parts.append(f"<[{self._marks[found[0]]}]>")
             at = found.end()
         if at < len(text):
-            parts.append(_quote(text[at:]))
+            parts.append(quote(text[at:]))
         return " ".join(parts)
 
     def write_until(self, close: str, content: str | None = None) -> str:
@@ -141,7 +142,7 @@ class GrammarWriter:
         found = self._tokens.search(close.lstrip())
         space = len(close) - len(close.lstrip())
         if found is not None and found.start() == 0:
-            own = content and f"({content}) {_quote(close[:space])}?"
+            own = content and f"({content}) {quote(close[:space])}?"
             text = "TEXT?" if own is None else self.add_rule(own, is_terminal=True)
             return f"{text} {self.write_text(close[space:])}"
         own = None if content is None else self.add_rule(content, is_terminal=True)
@@ -156,7 +157,7 @@ class GrammarWriter:
         for part in split_pattern(form.call):
             match part:
                 case "$name":
-                    parts.append(_quote(name))
+                    parts.append(quote(name))
                 case "$index":
                     parts.append("/[0-9]{1,2}/")
                 case "$id":
@@ -212,7 +213,7 @@ class GrammarWriter:
         """A value and the text after it: texts are written as they are."""
         if values := plain.get("enum"):
             texts = (item if isinstance(item, str) else json.dumps(item) for item in values)
-            body: str | None = " | ".join(map(_quote, texts))
+            body: str | None = " | ".join(map(quote, texts))
         elif plain["type"] == "string":
             return self.write_until(closing, write_content(plain))
         else:
@@ -221,7 +222,7 @@ class GrammarWriter:
 
     def _write_keyword(self, root: Schema, name: str, schema: Any) -> str | None:
         value = SchemaWriter(root, PYTHON, self.add_rule).find(schema)
-        return None if value is None else self.add_rule(f"{_quote(name + '=')} {value}")
+        return None if value is None else self.add_rule(f"{quote(name + '=')} {value}")
 
 
 def _find_parameters(tool: Mapping[str, Any]) -> Schema:
@@ -231,10 +232,6 @@ def _find_parameters(tool: Mapping[str, Any]) -> Schema:
 
 def _want_object(schema: Schema) -> Schema:
     return {"type": "object", "allOf": [schema]}
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text)
 
 
 _FORBIDDEN = np.float32(-np.inf)

@@ -19,14 +19,13 @@ from pi2.serving.literals import (
     NotWhole,
     dump_json_text,
     find_json_end,
-    find_parameter,
     keep_text,
-    list_types,
     load_json,
     name_type,
     read_value,
     write_literal,
 )
+from pi2.serving.schemas import list_parameter_types
 
 Tools = Mapping[str, Mapping[str, Any]]
 """OpenAI's ``function`` objects by their names."""
@@ -85,10 +84,6 @@ class CallForm:
         last = split_pattern(self.call)[-1].split()[-1]
         is_mark = len(last) > _SHORT and not (self.is_json or last.startswith("$"))
         return self.end if self.is_list or not is_mark else last
-
-    @property
-    def is_repeated(self) -> bool:
-        return self.is_shared or self.is_json
 
     def write(self, calls: Sequence[tuple[str, Any]]) -> str:
         written = [self._write(number, *call) for number, call in enumerate(calls)]
@@ -413,11 +408,8 @@ class _Reader:
         cdata = _CDATA.fullmatch(text)
         if cdata is not None:
             text = cdata[1]
-        schema = find_parameter(tool, key)
-        root = (tool or {}).get("parameters") or {}
-        if kind and not list_types(root, schema):
-            return text if kind in ("true", "string") else read_value(text, {}, None)
-        return read_value(text, root, schema)
+        types = list_parameter_types(tool, key)
+        return text if kind in ("true", "string") and not types else read_value(text, types)
 
 
 def _find_raw_value(text: str, key: str) -> str | None:

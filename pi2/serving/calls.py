@@ -288,9 +288,14 @@ async def _follow(
     metrics: Metrics,
 ) -> None:
     name, start, reader = host.plan.name, time.perf_counter(), ask.make_reader()
-    first_s = None
-    calls: list[ToolCall] = []
-    said, reasoning_tokens, taken = "", 0, 0
+    first_s, made, reasoning_tokens, taken = None, Collected(), 0, 0
+
+    async def give(items: Items, scores: Sequence[TokenScore] = ()) -> None:
+        delta = Delta(index, _drop_surplus(items, len(made.calls), ask.most_calls), scores)
+        made.add(delta)
+        if delta.items or scores:
+            await events.put(delta)
+
     try:
         async with aclosing(stream_pieces(host.driver, ticket, submitted=True)) as pieces:
             async for piece in pieces:
@@ -299,34 +304,29 @@ async def _follow(
                     metrics.note_first_token(name, first_s, ticket)
                     if ticket.prompt_scores:
                         await events.put(Delta(index, (), (), ticket.prompt_scores))
-                items = _take_calls(reader.push(piece.text), calls, ask.most_calls)
-                said += join_content(items)
-                if items or piece.scores:
-                    await events.put(Delta(index, items, piece.scores))
+                thoughts = len(made.reasoning)
+                await give(reader.push(piece.text), piece.scores)
                 assert ticket.answer is not None
-                made = ticket.answer.made_tokens
-                if any(isinstance(item, Fragment) and item.part == "reasoning" for item in items):
-                    reasoning_tokens += made - taken
-                taken = made
-        items = _take_calls(reader.flush(), calls, ask.most_calls)
-        said += join_content(items)
-        if items:
-            await events.put(Delta(index, items))
+                count = ticket.answer.made_tokens
+                if len(made.reasoning) > thoughts:
+                    reasoning_tokens += count - taken
+                taken = count
+        await give(reader.flush())
         result, answer = ticket.result, ticket.answer
         assert result is not None and answer is not None
         if first_s is None and ticket.prompt_scores:
             await events.put(Delta(index, (), (), ticket.prompt_scores))
         if ask.prompt_text is not None:
             host.replay.note_answer(ask.prompt_text, ask.prompt_ids, result)
-            if calls and result.finish_reason == "eos":
-                named = [(call.name, read_arguments(call.arguments)) for call in calls]
-                host.replay.note_calls(said, named, result.text)
+            if made.calls and result.finish_reason == "eos":
+                named = [(call.name, read_arguments(call.arguments)) for call in made.calls]
+                host.replay.note_calls(made.content, named, result.text)
         reason = _ENDS[result.finish_reason]
         metrics.note_end(name, reason, result, time.perf_counter() - start, ticket)
         await events.put(
             Finished(
                 index=index,
-                reason="tool_calls" if calls and reason == "stop" else reason,
+                reason="tool_calls" if made.calls and reason == "stop" else reason,
                 stop_text=answer.stop_text,
                 tokens=len(result.token_ids),
                 reasoning_tokens=reasoning_tokens,
@@ -347,21 +347,18 @@ async def _follow(
         await events.put(ApiError(500, "the server has failed; its log says why"))
 
 
-def _take_calls(items: Items, calls: list[ToolCall], most: int | None) -> Items:
-    """Add calls to ``calls``, ``most`` at most; return the items without surplus calls."""
+def _drop_surplus(items: Items, made: int, most: int | None) -> Items:
+    """The items without the calls that, after ``made`` earlier ones, are more than ``most``."""
+    if most is None:
+        return items
     found: Items = []
     for item in items:
         if isinstance(item, ToolCall):
-            if most is not None and len(calls) >= most:
+            made += 1
+            if made > most:
                 continue
-            calls.append(item)
         found.append(item)
     return found
-
-
-def join_content(items: Sequence[Fragment | ToolCall]) -> str:
-    texts = (item.text for item in items if isinstance(item, Fragment) and item.part == "content")
-    return "".join(texts)
 
 
 @dataclass(slots=True)

@@ -17,16 +17,22 @@ from pi2.serving.conversation import (
 )
 from pi2.serving.errors import ApiError
 from pi2.serving.hosts import Host
-from pi2.serving.openai_schema import ChatMessage, ChatRequest
+from pi2.serving.openai_schema import CalledTool, ChatMessage, ChatRequest
 from pi2.serving.requests import (
     Operation,
     Writer,
     answer_with,
     describe_ask,
     describe_usage,
-    list_stops,
     make_id,
 )
+
+
+def read_calls(calls: Sequence[CalledTool]) -> list[dict[str, Any]]:
+    return [
+        make_call(call.id or f"call_{number}", call.function.name, call.function.arguments)
+        for number, call in enumerate(calls)
+    ]
 
 
 def read_message(message: ChatMessage) -> dict[str, Any]:
@@ -38,10 +44,7 @@ def read_message(message: ChatMessage) -> dict[str, Any]:
     for key in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, key)) is not None:
             found[key] = value
-    calls = [
-        make_call(call.id or f"call_{number}", call.function.name, call.function.arguments)
-        for number, call in enumerate(message.tool_calls or ())
-    ]
+    calls = read_calls(message.tool_calls or ())
     if message.function_call is not None:
         calls.append(
             make_call("call_0", message.function_call.name, message.function_call.arguments)
@@ -81,7 +84,6 @@ async def prepare(host: Host, body: ChatRequest, client: str) -> Writer:
     stated = {
         **describe_ask(host, body, client, most),
         "count": body.n or 1,
-        "stop": list_stops(body.stop),
         "alternatives": (body.top_logprobs or 0) if body.logprobs else None,
     }
     ask = await prepare_chat(host, read_conversation(body), stated)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from pi2.engine.text import find_overlap
 from pi2.serving.answer_reader import (
-    GROWTH,
-    LONG,
     AnswerReader,
     Format,
     Fragment,
@@ -18,9 +17,7 @@ from pi2.serving.answer_reader import (
     Pair,
     Part,
     find_format,
-    find_overlap,
     find_pairs,
-    knows_tools,
 )
 from pi2.serving.call_patterns import ToolCall, Tools
 from pi2.serving.literals import find_json_end, keep_text, load_json
@@ -43,18 +40,16 @@ _FOLLOWING = (_START, _CHANNEL)
 _BETWEEN = {"content": "\n\n", "reasoning": "\n"}
 
 
-class ChannelReader:
+class ChannelReader(AnswerReader):
     def __init__(self, *, tools: Tools | None = None, prompt: str = "") -> None:
         """``tools``: None leaves calls in the content; ``prompt`` may have written a head."""
+        steps = {"head": self._read_head, "text": self._read_text, "call": self._read_call}
+        super().__init__(steps, "head")
         self._tools = tools
-        self._held = ""
         self._head = ""
         """The head of the message that is open, as it was written."""
         self._part: Part = "content"
-        self._state: Literal["head", "text", "call"] = "head"
         self._name = ""
-        self._tried = 0
-        """Length of a long call that was read in vain."""
         self._said: set[Part] = set()
         self._is_new = True
         """Whether the message has given no text yet."""
@@ -63,27 +58,11 @@ class ChannelReader:
             self.push(begun.removeprefix("assistant"))
             self._said, self._is_new = set(), True
 
-    def push(self, text: str) -> Items:
-        self._held += text
-        if self._state == "call" and len(self._held) > LONG:
-            tail = self._held[-len(text) - len(_ENDS[-1]) :]
-            if len(self._held) < self._tried * GROWTH and not any(end in tail for end in _ENDS):
-                return []
-            self._tried = len(self._held)
-        return self._go_on(last=False)
+    def _list_call_ends(self) -> Sequence[str] | None:
+        return _ENDS if self._state == "call" else None
 
-    def flush(self) -> Items:
-        found = self._go_on(last=True)
+    def _give_rest(self, found: Items) -> None:
         self._add(found, self._held)
-        self._held = ""
-        return found
-
-    def _go_on(self, *, last: bool) -> Items:
-        found: Items = []
-        steps = {"head": self._read_head, "text": self._read_text, "call": self._read_call}
-        while steps[self._state](found, last):
-            pass
-        return found
 
     def _read_head(self, found: Items, last: bool) -> bool:
         text = self._held.lstrip()
@@ -216,7 +195,7 @@ def describe_family(
     ]
     return ChatFacts(
         format=found,
-        knows_tools=knows_tools(template),
+        knows_tools=re.search(r"\btools\b", template) is not None,
         reasoning=find_pairs(template, marks),
         content=wraps,
         marks=marks,

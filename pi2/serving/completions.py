@@ -2,8 +2,10 @@
 
 import re
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pi2.diagnostics import UserError
@@ -12,7 +14,7 @@ from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.text import TokenDecoder
 from pi2.serving.calls import Ask, Collected, Delta, Finished
 from pi2.serving.errors import DONE, ApiError, explain_user_error, write_event
-from pi2.serving.hosts import Host, describe_fingerprint
+from pi2.serving.hosts import Host
 from pi2.serving.openai_schema import ChatRequest, CompletionRequest
 from pi2.serving.requests import (
     Operation,
@@ -20,9 +22,9 @@ from pi2.serving.requests import (
     answer_with,
     describe_ask,
     describe_usage,
-    list_stops,
     make_id,
 )
+from pi2.tokens.table_tokenizer import map_bytes
 
 LEAST = -9999.0
 """Stands for what cannot be written: the logarithm of nothing."""
@@ -32,16 +34,7 @@ def _limit(value: float) -> float:
     return max(value, LEAST)
 
 
-def _list_byte_characters() -> dict[str, int]:
-    """Visible characters for bytes as tokenizers write them, others from 256 on."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (byte for byte in range(256) if byte not in visible)
-    return {chr(byte): byte for byte in visible} | {
-        chr(256 + number): byte for number, byte in enumerate(others)
-    }
-
-
-_BYTES = _list_byte_characters()
+_BYTES = {character: byte for byte, character in enumerate(map_bytes())}
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -141,20 +134,9 @@ class CompletionScores:
 
 
 _DEFAULT_TOKENS = 16
-_FILL_MARKS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
-    tuple(f"<\uff5cfim▁{part}\uff5c>" for part in ("begin", "hole", "end")),
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
-    ("<PRE>", "<SUF>", "<MID>"),
-    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
-    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
+_FILLING: Mapping[str, Any] = tomllib.loads(
+    Path(__file__).with_name("filling.toml").read_text("utf-8")
 )
-"""Tokens before what precedes a gap, before what follows it, and before what fills it."""
-_FILL_BRACKETS = ("[SUFFIX]", "[PREFIX]")
-"""Marks of models that read the text after the gap first, and begin the gap without a mark."""
 
 
 def list_prompts(
@@ -178,8 +160,8 @@ def fill_gap(host: Host, before: Any, after: str) -> list[int]:
     model = host.model
     if not isinstance(before, str):
         raise ApiError(400, "With 'suffix', 'prompt' is one text.", param="suffix")
-    marks = next(filter(None, (_find_tokens(host, names) for names in _FILL_MARKS)), None)
-    brackets = _find_tokens(host, _FILL_BRACKETS)
+    marks = next(filter(None, (_find_tokens(host, names) for names in _FILLING["marks"])), None)
+    brackets = _find_tokens(host, _FILLING["brackets"])
     if marks is None and brackets is None:
         message = f"The model '{host.plan.name}' has no tokens for filling in: leave 'suffix' out."
         raise ApiError(400, message, param="suffix", code="unsupported_parameter")
@@ -199,7 +181,7 @@ def _find_tokens(host: Host, names: Sequence[str]) -> list[int] | None:
 
 
 def can_fill(host: Host) -> bool:
-    return any(_find_tokens(host, names) for names in (*_FILL_MARKS, _FILL_BRACKETS))
+    return any(_find_tokens(host, names) for names in (*_FILLING["marks"], _FILLING["brackets"]))
 
 
 async def prepare(host: Host, body: CompletionRequest, client: str) -> Writer:
@@ -215,7 +197,6 @@ async def prepare(host: Host, body: CompletionRequest, client: str) -> Writer:
         Ask(
             prompt_ids=ids,
             count=body.best_of or body.n or 1,
-            stop=list_stops(body.stop),
             alternatives=0 if body.logprobs is None and needs_tokens else body.logprobs,
             scores_prompt=bool(body.echo) and body.logprobs is not None,
             ignore_eos=bool(body.ignore_eos),
@@ -242,7 +223,8 @@ class ChunkWriter(Writer):
             "id": make_id(prefix),
             "created": int(time.time()),
             "model": host.plan.name,
-            "system_fingerprint": describe_fingerprint(host.model),
+            # It changes when answers may change.
+            "system_fingerprint": f"fp_{host.model.plan.digest[:12]}",
         }
 
     def write_chunk(self, choice: Mapping[str, Any]) -> bytes:

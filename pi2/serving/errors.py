@@ -1,7 +1,10 @@
 """What a client is told when something is wrong, in the form that it knows."""
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -11,26 +14,12 @@ from pi2.diagnostics import UserError
 
 Form = Literal["openai", "anthropic", "ollama"]
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-"""Types of errors by status; others are the server's fault."""
 
-_OPENAI_TYPES = {
-    404: "invalid_request_error",
-    401: "invalid_request_error",
-    429: "rate_limit_error",
-}
+@cache
+def read_table() -> Mapping[str, Any]:
+    """What ``fields.toml`` says of fields and errors."""
+    return tomllib.loads(Path(__file__).with_name("fields.toml").read_text("utf-8"))
+
 
 _CODES = {"P601": "context_length_exceeded"}
 """Codes of errors by findings of the engine."""
@@ -65,10 +54,11 @@ class ApiError(Exception):
     def describe(self, form: Form) -> dict[str, Any]:
         if form == "ollama":
             return {"error": self.message}
+        types, status = read_table()["errors"], str(self.status)
         if form == "anthropic":
-            kind = _TYPES.get(self.status, "api_error")
+            kind = types.get(status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind = _OPENAI_TYPES.get(self.status) or _TYPES.get(self.status, "server_error")
+        kind = types["openai"].get(status) or types.get(status, "server_error")
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }

@@ -250,10 +250,6 @@ class Host:
             self._resolved = read_plan(self.plan.path, overrides=self.plan.overrides).resolved
         return self._resolved
 
-    def read_template(self) -> str:
-        """The chat template of the loaded model; UserError P608 or P609 if there is none."""
-        return self.model.read_chat_template().source
-
     def find_vocabulary(self) -> LLTokenizer:
         """What grammars know of its tokens; takes a second the first time."""
         from pi2.serving.call_grammars import load_vocabulary
@@ -276,11 +272,6 @@ class Host:
         if isinstance(self._facts, UserError):
             raise self._facts
         return self._facts
-
-
-def describe_fingerprint(model: LoadedModel) -> str:
-    """What changes when answers may change: the plan's digest, in short."""
-    return f"fp_{model.plan.digest[:12]}"
 
 
 def list_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,18 +317,19 @@ class Hosts:
     def used_bytes(self) -> int:
         return count_bytes(host.plan for host in self._list_loaded())
 
+    def find(self, name: str) -> Host:
+        """The plan of a name, with or without Ollama's tag; ApiError 404 if there is none."""
+        host = self.hosts.get(name) or self.hosts.get(name.removesuffix(":latest"))
+        if host is None:
+            message = f"The model '{name}' does not exist; there are: {', '.join(self.hosts)}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return host
+
     def join(self, name: str, *, waiting: int) -> Turn:
         """Ask for a plan; await ``ready``, and `leave` in any case.  ApiError 404 for an unknown
         name, 429 if ``waiting`` requests are in line, 503 if the server closes or the plan never
         fits."""
-        host = self.hosts.get(name) or self.hosts.get(name.removesuffix(":latest"))
-        if host is None:
-            raise ApiError(
-                404,
-                f"The model '{name}' does not exist; there are: {', '.join(self.hosts)}.",
-                param="model",
-                code="model_not_found",
-            )
+        host = self.find(name)
         if self._closing:
             raise ApiError(503, "the server is being closed", retry_after_s=1)
         has_room = host.is_loaded or self._memory_bytes is None

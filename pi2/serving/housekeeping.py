@@ -58,13 +58,13 @@ class Yielding:
         return None
 
 
-async def keep_house(hosts: Hosts, root: Path = Path("/")) -> None:
+async def keep_house(hosts: Hosts) -> None:
     """Look after the models until it is cancelled."""
     yielding = {name: Yielding() for name, host in hosts.hosts.items() if host.plan.yields}
     while True:
         await asyncio.sleep(PERIOD_S)
         await hosts.unload_idle()
-        stalls = read_stalls(root) if yielding else 0.0
+        stalls = read_stalls() if yielding else 0.0
         for name, own in yielding.items():
             host = hosts.hosts[name]
             part = own.look(stalls) if host.is_loaded else None

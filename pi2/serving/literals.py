@@ -3,9 +3,8 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
-from urllib.parse import unquote
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 _PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("|\Z)|[{}\[\]]', re.DOTALL)
 
@@ -57,91 +56,6 @@ def keep_text(text: str, value: Any) -> str:
 
 
 Schema = Mapping[str, Any]
-_DEPTH = 16
-"""References that are followed, one after the other."""
-
-
-def find_parameter(tool: Mapping[str, Any] | None, name: str) -> Schema | None:
-    """The schema of a parameter of ``tool`` (OpenAI's ``function`` object); None if it has none."""
-    root = (tool or {}).get("parameters")
-    if not isinstance(root, Mapping):
-        return None
-    return _find_property(root, root, name, _DEPTH)
-
-
-def _find_property(root: Schema, schema: Any, name: str, depth: int) -> Schema | None:
-    schema = resolve(root, schema)
-    if not isinstance(schema, Mapping) or depth < 0:
-        return None
-    properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    if found is None:
-        patterns = schema.get("patternProperties")
-        for pattern, own in patterns.items() if isinstance(patterns, Mapping) else ():
-            if _matches(pattern, name):
-                found = own
-    for key in ("allOf", "anyOf", "oneOf"):
-        for part in schema.get(key) or () if found is None else ():
-            found = found or _find_property(root, part, name, depth - 1)
-    if found is None:
-        found = schema.get("additionalProperties")
-    return found if isinstance(found, Mapping) else None
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return False
-
-
-def find_part(root: Schema, reference: Any) -> Any:
-    """The part of ``root`` that a ``$ref`` names; ValueError if there is none."""
-    place: Any = root
-    pointer = str(reference)
-    for part in pointer.removeprefix("#").strip("/").split("/") if pointer.strip("#/") else ():
-        part = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list) and part.isdecimal() and int(part) < len(place):
-            place = place[int(part)]
-        elif pointer.startswith("#") and isinstance(place, Mapping) and part in place:
-            place = place[part]
-        else:
-            raise ValueError(f"{reference!r} is no part of it")
-    return place
-
-
-def resolve(root: Schema, schema: Any) -> Any:
-    """``schema``, or what its ``$ref`` names within ``root``; None if that is nothing."""
-    for _ in range(_DEPTH):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-            return schema
-        try:
-            schema = find_part(root, schema["$ref"])
-        except ValueError:
-            return None
-    return None
-
-
-def list_types(root: Schema, schema: Any, depth: int = _DEPTH) -> list[str]:
-    """The types that a schema allows, in its order; empty if it does not say."""
-    schema = resolve(root, schema)
-    if not isinstance(schema, Mapping) or depth < 0:
-        return []
-    stated = schema.get("type")
-    found = [stated] if isinstance(stated, str) else [*stated] if isinstance(stated, list) else []
-    for key in ("anyOf", "oneOf", "allOf"):
-        for part in schema.get(key) or ():
-            found += list_types(root, part, depth - 1)
-    if not found:
-        values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else [])]
-        found = [name_type(value) for value in values]
-    if not found and ("properties" in schema or "additionalProperties" in schema):
-        found = ["object"]
-    if not found and "items" in schema:
-        found = ["array"]
-    if schema.get("nullable") is True:
-        found.append("null")
-    return list(dict.fromkeys(found))
 
 
 def name_type(value: Any) -> str:
@@ -149,9 +63,8 @@ def name_type(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "object")
 
 
-def read_value(text: str, root: Schema, schema: Any) -> Any:
-    """The value that ``text`` stands for."""
-    types = list_types(root, schema)
+def read_value(text: str, types: Sequence[str]) -> Any:
+    """The value of one of ``types`` that ``text`` stands for; without any, of the likeliest."""
     if not types:
         return _guess_value(text)
     if "null" in types and text.strip() in ("null", "None"):
@@ -242,6 +155,9 @@ class NoCall(Exception):
     """The text is no call."""
 
 
+Item = TypeVar("Item")
+
+
 class Literals:
     """Reads values from a place in a text; raises `NotWhole` or `NoCall`."""
 
@@ -254,7 +170,7 @@ class Literals:
 
     def read_pairs(self, between: str, close: str) -> dict[str, Any]:
         """Names and values up to ``close``, which is taken; ``between`` stands between both."""
-        return self._read_items(between, close, 0)
+        return dict(self._read_items(close, lambda: self._read_pair(between, 1)))
 
     def _skip(self) -> str:
         text = self._text
@@ -270,19 +186,23 @@ class Literals:
         self.at += 1
         return True
 
-    def _read_items(self, between: str, close: str, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _read_items(self, close: str, read_item: Callable[[], Item]) -> Iterator[Item]:
+        """Items up to ``close``, which is taken, with commas between them."""
+        is_first = True
         while not self._take(close):
-            if found:
+            if not is_first:
                 if not self._take(","):
                     raise NoCall
                 if self._take(close):
-                    break
-            key = self._read_key()
-            if not self._take(between):
-                raise NoCall
-            found[key] = self._read_value(depth + 1)
-        return found
+                    return
+            is_first = False
+            yield read_item()
+
+    def _read_pair(self, between: str, depth: int) -> tuple[str, Any]:
+        key = self._read_key()
+        if not self._take(between):
+            raise NoCall
+        return key, self._read_value(depth)
 
     def _read_key(self) -> str:
         sign = self._skip()
@@ -309,21 +229,12 @@ class Literals:
         sign = self._skip()
         if self._starts_quote() or sign in "\"'":
             return self._read_text()
-        if sign == "{":
+        if sign in "{[(":
             self.at += 1
-            return self._read_items(":", "}", depth)
-        if sign in "[(":
-            self.at += 1
+            if sign == "{":
+                return dict(self._read_items("}", lambda: self._read_pair(":", depth + 1)))
             close = "]" if sign == "[" else ")"
-            values: list[Any] = []
-            while not self._take(close):
-                if values:
-                    if not self._take(","):
-                        raise NoCall
-                    if self._take(close):
-                        break
-                values.append(self._read_value(depth + 1))
-            return values
+            return list(self._read_items(close, lambda: self._read_value(depth + 1)))
         for pattern in (_NUMBER, _NAME):
             found = pattern.match(self._text, self.at)
             if found is not None:

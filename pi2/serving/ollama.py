@@ -13,12 +13,22 @@ from starlette.responses import Response
 from pi2.diagnostics import UserError
 from pi2.model.tensors import list_tensors
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
+from pi2.serving.chat import read_calls
 from pi2.serving.completions import can_fill, describe_chat_scores, fill_gap, list_prompts
-from pi2.serving.conversation import ANY_OBJECT, Conversation, make_call, read_object, set_effort
+from pi2.serving.conversation import ANY_OBJECT, Conversation, read_object, set_effort
 from pi2.serving.embeddings import embed
 from pi2.serving.errors import ApiError, dump_json
 from pi2.serving.hosts import Host
-from pi2.serving.openai_schema import Seed, Text, Tolerant, Tool, TopK, find_fields, keep_tools
+from pi2.serving.openai_schema import (
+    CalledTool,
+    Seed,
+    Text,
+    Tolerant,
+    Tool,
+    TopK,
+    find_fields,
+    keep_tools,
+)
 from pi2.serving.requests import (
     JsonResponse,
     Operation,
@@ -26,7 +36,6 @@ from pi2.serving.requests import (
     Writer,
     answer_with,
     describe_ask,
-    list_stops,
     use_model,
 )
 
@@ -63,7 +72,7 @@ async def show_model(request: Request, service: Service, body: ModelRequest) -> 
         capabilities, template = ["completion"], ""
         if has_template(host):
             facts = host.find_chat_facts()
-            template = host.read_template()
+            template = host.model.read_chat_template().source
             capabilities.append("tools")  # a template that knows none is told of them
             capabilities += ["thinking"] if facts.reasoning else []
         capabilities += ["insert"] if can_fill(host) else []
@@ -157,19 +166,6 @@ def _count_weights(host: Host) -> int:
 SHOW = Operation("/api/show", ModelRequest, "What a model is and can do (Ollama).", show_model)
 
 
-class Function(Tolerant):
-    """A call in an earlier message."""
-
-    name: str
-    arguments: dict[str, Any] | None = None
-
-
-class Call(Tolerant):
-    """A call in an earlier message."""
-
-    function: Function
-
-
 class Message(Tolerant):
     fields = find_fields("ollama-message")
     place: ClassVar[str] = "messages."
@@ -177,7 +173,7 @@ class Message(Tolerant):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
     thinking: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[CalledTool] | None = None
     tool_name: str | None = None
 
 
@@ -250,10 +246,7 @@ def _read_message(message: Message) -> dict[str, Any]:
     if message.thinking:
         found["reasoning_content"] = message.thinking
     if message.tool_calls:
-        found["tool_calls"] = [
-            make_call(f"call_{number}", call.function.name, call.function.arguments)
-            for number, call in enumerate(message.tool_calls)
-        ]
+        found["tool_calls"] = read_calls(message.tool_calls)
     if message.tool_name:
         found["name"] = message.tool_name
     return found
@@ -264,7 +257,6 @@ def _describe_ask(host: Host, body: AskingRequest, client: str) -> dict[str, Any
     most = options.num_predict
     return {
         **describe_ask(host, options, client, most or None),
-        "stop": list_stops(options.stop),
         "alternatives": (body.top_logprobs or 0) if body.logprobs else None,
     }
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from pi2.serving.errors import ApiError
+from pi2.serving.errors import ApiError, read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +32,6 @@ class Fields:
             elif name not in self.ignored:
                 kept[name] = value
         return kept
-
-
-@cache
-def read_table() -> Mapping[str, Any]:
-    return tomllib.loads(resources.files("pi2.serving").joinpath("fields.toml").read_text("utf-8"))
 
 
 def find_fields(interface: str) -> Fields:

@@ -15,9 +15,9 @@ from pi2.serving import ollama
 from pi2.serving.chat import CHAT
 from pi2.serving.completions import COMPLETIONS
 from pi2.serving.embeddings import DETOKENIZE, EMBEDDINGS, TOKENIZE
+from pi2.serving.errors import read_table
 from pi2.serving.messages import COUNT_TOKENS, MESSAGES
 from pi2.serving.ollama import SHOW
-from pi2.serving.openai_schema import read_table
 from pi2.serving.requests import NotedSend, Operation
 from pi2.serving.responses import RESPONSES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import configparser
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Preset:
     name: str
     path: Path
     overrides: Mapping[str, object]
-    ignored: tuple[str, ...] = field(default=())
+    ignored: tuple[str, ...]
     """Keys without a counterpart."""
 
 
@@ -85,7 +85,9 @@ def _make_preset(file: Path, name: str, values: dict[str, str]) -> Preset:
                 raise UserError.of(
                     "P744", f"[{name}] has {key} = {text}, which pi2 cannot read", file=str(file)
                 ) from None
-    if place is None:
+    if place is not None:
+        path = Path(place).expanduser()
+    else:
         reference = (repository or name).partition(":")[0]
         model = find_found(f"{HUB}{reference}" + (f"/{part}" if part else ""))
         if model is None:
@@ -95,8 +97,7 @@ def _make_preset(file: Path, name: str, values: dict[str, str]) -> Preset:
                 file=str(file),
                 help="write model = FILE.gguf, or fetch hf-repo into the Hugging Face cache",
             )
-        return Preset(name, model.plan, overrides, tuple(ignored))
-    path = Path(place).expanduser()
+        path = model.plan
     return Preset(name, path, overrides, tuple(ignored))
 
 

@@ -59,12 +59,10 @@ class NotedSend:
 
 
 class JsonResponse(Response):
-    """JSON, or what stands for it as bytes."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return content if isinstance(content, bytes) else dump_json(content)
+        return dump_json(content)
 
 
 def make_id(prefix: str) -> str:
@@ -186,19 +184,17 @@ def choose_sampling(body: BaseModel, vocab: int) -> dict[str, Any]:
 
 def describe_ask(host: Host, body: BaseModel, client: str, most: int | None) -> dict[str, Any]:
     """What an `Ask` has of every interface; ``most``: tokens that the body lets an answer have."""
+    stop: str | Sequence[str] | None = getattr(body, "stop", None)
     return {
         "client": client,
         "max_tokens": (None if most is None or most < 0 else most),
+        "stop": [stop] if isinstance(stop, str) else stop or (),
         "sampling": choose_sampling(body, host.model.plan.model.shape.vocab),
     }
 
 
 _LEAST_TOP_P = 1e-9
 """Keeps only the likeliest token, as 0 demands."""
-
-
-def list_stops(stop: str | Sequence[str] | None) -> list[str]:
-    return [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
 
 
 def describe_usage(prompt: int, completion: int, reused: int, reasoning: int) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pi2.serving.answer_reader import Fragment
 from pi2.serving.call_patterns import ToolCall
 from pi2.serving.calls import Ask, Collected, Delta, Finished, prepare_chat
 from pi2.serving.conversation import (
@@ -140,6 +139,8 @@ async def prepare(host: Host, body: ResponsesRequest, client: str) -> Writer:
 class _ResponseWriter(Writer):
     def __init__(self, host: Host, body: ResponsesRequest, ask: Ask) -> None:
         super().__init__(host, [ask])
+        self._events: list[dict[str, Any]] = []
+        """Events to send next."""
         self._number = -1
         self._output: list[dict[str, Any]] = []
         """Items that are complete."""
@@ -222,94 +223,84 @@ class _ResponseWriter(Writer):
         }
 
     def write_start(self) -> bytes:
-        found: list[dict[str, Any]] = []
         for kind in ("created", "in_progress"):
-            self._add(found, f"response.{kind}", response=self._write_response(None))
-        return write_typed_events(found)
+            self._add(f"response.{kind}", response=self._write_response(None))
+        return self._send()
 
     def write_event(self, event: Delta | Finished) -> bytes:
-        return write_typed_events(self._write_events(event))
-
-    def _write_events(self, event: Delta | Finished) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
         if isinstance(event, Finished):
             if not self._output and self._open is None:
-                self._begin(found, "message")
-            self._end(found)
+                self._begin("message")
+            self._end()
             response = self._write_response(event)
-            self._add(found, f"response.{response['status']}", response=response)
-            return found
+            self._add(f"response.{response['status']}", response=response)
+            return self._send()
         for item in event.items:
             if isinstance(item, ToolCall):
-                self._write_call(found, item)
-            else:
-                self._write_text(found, item)
-        return found
+                self._add_call(item)
+                continue
+            self._begin("message" if item.part == "content" else "reasoning")
+            self._text += item.text
+            self._add_text("delta", delta=item.text)
+        return self._send()
 
-    def _add(self, found: list[dict[str, Any]], kind: str, **values: Any) -> None:
-        found.append({"type": kind, "sequence_number": self.count(), **values})
+    def _send(self) -> bytes:
+        events, self._events = self._events, []
+        return write_typed_events(events)
+
+    def _add(self, kind: str, **values: Any) -> None:
+        self._events.append({"type": kind, "sequence_number": self.count(), **values})
 
     @property
     def _place(self) -> dict[str, Any]:
         assert self._open is not None
         return {"item_id": self._open["id"], "output_index": len(self._output)}
 
-    def _begin(self, found: list[dict[str, Any]], kind: str) -> None:
+    def _show(self, item: dict[str, Any], **begun: Any) -> None:
+        """Open an item that has as yet what ``begun`` says."""
+        self._open, self._text = item, ""
+        shown = {**item, **begun, "status": "in_progress"}
+        self._add("response.output_item.added", output_index=len(self._output), item=shown)
+
+    def _keep(self, item: dict[str, Any]) -> None:
+        """Close an item that is complete."""
+        self._add("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = None
+
+    def _begin(self, kind: str) -> None:
         if self._open is not None and self._open["type"] == kind:
             return
-        self._end(found)
+        self._end()
         item = _make_message("") if kind == "message" else _make_reasoning("")
-        self._open, self._text = item, ""
-        shown = {**item, "status": "in_progress", "content": []}
-        place = len(self._output)
-        self._add(found, "response.output_item.added", output_index=place, item=shown)
-        self._add(
-            found,
-            "response.content_part.added",
-            **self._place,
-            content_index=0,
-            part=item["content"][0],
-        )
+        self._show(item, content=[])
+        part = item["content"][0]
+        self._add("response.content_part.added", **self._place, content_index=0, part=part)
 
-    def _write_text(self, found: list[dict[str, Any]], item: Fragment) -> None:
-        self._begin(found, "message" if item.part == "content" else "reasoning")
-        self._text += item.text
-        self._add_text(found, "delta", delta=item.text)
-
-    def _add_text(self, found: list[dict[str, Any]], stage: str, **values: str) -> None:
+    def _add_text(self, stage: str, **values: str) -> None:
         assert self._open is not None
         place = {**self._place, "content_index": 0, **values}
         if self._open["type"] == "message":
-            self._add(found, f"response.output_text.{stage}", **place, logprobs=[])
+            self._add(f"response.output_text.{stage}", **place, logprobs=[])
         else:
-            self._add(found, f"response.reasoning_text.{stage}", **place)
+            self._add(f"response.reasoning_text.{stage}", **place)
 
-    def _end(self, found: list[dict[str, Any]]) -> None:
+    def _end(self) -> None:
         if self._open is None:
             return
-        item = self._open
-        part = {**item["content"][0], "text": self._text}
-        self._add_text(found, "done", text=self._text)
-        self._add(found, "response.content_part.done", **self._place, content_index=0, part=part)
-        item = {**item, "content": [part]}
-        number = len(self._output)
-        self._add(found, "response.output_item.done", output_index=number, item=item)
-        self._output.append(item)
-        self._open = None
+        part = {**self._open["content"][0], "text": self._text}
+        self._add_text("done", text=self._text)
+        self._add("response.content_part.done", **self._place, content_index=0, part=part)
+        self._keep({**self._open, "content": [part]})
 
-    def _write_call(self, found: list[dict[str, Any]], call: ToolCall) -> None:
-        self._end(found)
+    def _add_call(self, call: ToolCall) -> None:
+        self._end()
         item = _make_function_call(call)
-        self._open = item
-        number = len(self._output)
-        shown = {**item, "arguments": "", "status": "in_progress"}
-        self._add(found, "response.output_item.added", output_index=number, item=shown)
+        self._show(item, arguments="")
         kind = "response.function_call_arguments"
-        self._add(found, f"{kind}.delta", **self._place, delta=call.arguments)
-        self._add(found, f"{kind}.done", **self._place, arguments=call.arguments, name=call.name)
-        self._add(found, "response.output_item.done", output_index=number, item=item)
-        self._open = None
-        self._output.append(item)
+        self._add(f"{kind}.delta", **self._place, delta=call.arguments)
+        self._add(f"{kind}.done", **self._place, arguments=call.arguments, name=call.name)
+        self._keep(item)
 
 
 def _keep_text(value: Any) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pi2.serving.literals import Schema
+from pi2.serving.literals import Schema, dump_json_text
 from pi2.serving.schemas import list_alternatives, list_properties
 
 DIGITS = 16
@@ -66,7 +66,8 @@ PYTHON = Notation(words={"true": "True", "false": "False", "null": "None"})
 
 
 def quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """A text as grammars write it: in ASCII, because they do not take every other character."""
+    return json.dumps(text)
 
 
 class SchemaWriter:
@@ -122,7 +123,7 @@ class SchemaWriter:
     def _write_constant(self, value: Any) -> str:
         if isinstance(value, str):
             mark = self._notation.mark
-            return f"{mark} {quote(value)} {mark}" if mark else quote(quote(value))
+            return f"{mark} {quote(value)} {mark}" if mark else quote(dump_json_text(value))
         return quote(self._notation.words.get(json.dumps(value), json.dumps(value)))
 
     def _write_leaf(self, schema: Schema) -> str:
@@ -182,7 +183,7 @@ class SchemaWriter:
     def _write_object(self, plain: Schema, depth: int) -> str | None:
         def write_pair(name: str, schema: Any) -> str | None:
             is_bare = self._notation.mark and _BARE.fullmatch(name)
-            key = quote(name if is_bare else quote(name))
+            key = quote(name if is_bare else dump_json_text(name))
             value = self.find(schema, depth - 1)
             return None if value is None else self._add(f"{key} {self._notation.colon} {value}")
 

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
-from pi2.serving.literals import Schema, find_part, name_type
+from pi2.serving.literals import Schema, name_type
 
 _UNSUPPORTED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems"),
@@ -109,6 +110,21 @@ def _expand(root: Schema, schema: Any, depth: int) -> list[dict[str, Any]]:
     if schema.get("nullable") is True:
         found.append({"type": "null"})
     return found
+
+
+def find_part(root: Schema, reference: Any) -> Any:
+    """The part of ``root`` that a ``$ref`` names; ValueError if there is none."""
+    place: Any = root
+    pointer = str(reference)
+    for part in pointer.removeprefix("#").strip("/").split("/") if pointer.strip("#/") else ():
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and part.isdecimal() and int(part) < len(place):
+            place = place[int(part)]
+        elif pointer.startswith("#") and isinstance(place, Mapping) and part in place:
+            place = place[part]
+        else:
+            raise ValueError(f"{reference!r} is no part of it")
+    return place
 
 
 _HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
@@ -218,3 +234,33 @@ def list_properties(plain: Schema) -> list[tuple[str, Any, bool]]:
             parts.append(stated.get(name, plain.get("additionalProperties", True)))
         found.append((name, {"allOf": parts} if len(parts) > 1 else parts[0], name in required))
     return found
+
+
+def list_parameter_types(tool: Mapping[str, Any] | None, name: str) -> list[str]:
+    """The types that a parameter of ``tool`` (OpenAI's ``function`` object) may have, in the order
+    of its schema; empty if it does not say."""
+    root = (tool or {}).get("parameters") or {}
+    found: dict[str, None] = {}
+    try:
+        for plain in _list_readable(root, {"type": "object", **root}):
+            stated = plain.get("properties") or {}
+            own = {key: stated[key] for key in stated if key == name}
+            ((_, schema, _),) = list_properties({**plain, "properties": own, "required": [name]})
+            kinds: list[str] = []
+            for part in _list_readable(root, schema):
+                kinds += map(name_type, part["enum"]) if "enum" in part else [part["type"]]
+            if not set(kinds) >= set(_TYPES):
+                found |= dict.fromkeys(kinds)
+    except (ValueError, TypeError, AttributeError, re.error):
+        return []  # it is no schema
+    return list(found)
+
+
+def _list_readable(root: Schema, schema: Any) -> list[dict[str, Any]]:
+    """`list_alternatives`; a schema that cannot be kept to by its stated types, known or not."""
+    try:
+        return list_alternatives(root, schema)
+    except ValueError:
+        stated = schema.get("type", ())
+        kinds = [stated] if isinstance(stated, str) else stated
+        return [{**schema, "type": kind} for kind in kinds]

@@ -14,8 +14,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.plan.toml.source import MAX_BYTES
-from pi2.sharing.git import Revision, RevisionKind, read_git_file, resolve_revision
-from pi2.sharing.references import Reference, locate_repository
+from pi2.sharing.git import Fetched, read_git_file
 
 MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -122,8 +121,11 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         replace_file(path, data)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError.of("P003", f"cannot be written: {reason}", file=str(path)) from None
+        raise report_unwritable(path, error) from None
+
+
+def report_unwritable(path: Path, error: OSError) -> UserError:
+    return UserError.of("P003", f"cannot be written: {error.strerror or error}", file=str(path))
 
 
 def write_report(path: Path, text: str) -> None:
@@ -133,11 +135,9 @@ def write_report(path: Path, text: str) -> None:
         write_atomically(Path(os.path.realpath(path)), data)
         return
     try:
-        with path.open("wb") as file:
-            file.write(data)
+        path.write_bytes(data)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError.of("P003", f"cannot be written: {reason}", file=str(path)) from None
+        raise report_unwritable(path, error) from None
 
 
 @dataclass(frozen=True)
@@ -146,34 +146,31 @@ class Cache:
 
     folder: Path
 
-    def find_path(self, sha256: str, name: str) -> Path:
+    def _name(self, sha256: str, name: str) -> Path:
         assert len(sha256) == 64 and "/" not in name, (sha256, name)
         return self.folder / "blobs" / sha256 / name
 
     def add(self, data: bytes, name: str) -> Path:
         """Store ``data``; an existing sound file stays."""
-        path = self.find_path(hash_bytes(data), name)
+        path = self._name(hash_bytes(data), name)
         if read_regular(path) != data:
             write_atomically(path, data)
         return path
 
-    def read(self, sha256: str, name: str) -> bytes | None:
-        """Bytes with this digest; None if absent, UserError P713 for other bytes."""
-        path = self.find_path(sha256, name)
+    def find(self, sha256: str, name: str) -> Path | None:
+        """The file with this digest; None if absent, UserError P713 for other bytes."""
+        path = self._name(sha256, name)
         data = read_regular(path)
-        if data is not None and hash_bytes(data) != sha256:
-            raise report_tampering(path, sha256)
-        return data
-
-
-def report_tampering(path: Path, sha256: str) -> UserError:
-    """A file whose bytes differ from the locked ones."""
-    return UserError.of(
-        "P713",
-        f"{path} is not the file that was locked: its SHA-256 is not {sha256[:12]}…",
-        help=f"delete {path}, then `pi2 profile add` fetches it again",
-        file=str(path),
-    )
+        if data is None:
+            return None
+        if hash_bytes(data) != sha256:
+            raise UserError.of(
+                "P713",
+                f"{path} is not the file that was locked: its SHA-256 is not {sha256[:12]}…",
+                help=f"delete {path}, then `pi2 profile add` fetches it again",
+                file=str(path),
+            )
+        return path
 
 
 def read_regular(path: Path) -> bytes | None:
@@ -211,72 +208,28 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     return Settings(cache=find_cache_folder("profiles", values), github=github.rstrip("/"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Target of a reference, with the settings applied."""
-
-    url: str
-    """Address of the repository or file."""
-    path: str = ""
-    revision: str = ""
-    """Tag, branch or commit to ask for."""
-
-    @property
-    def is_git(self) -> bool:
-        return bool(self.path)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is read without a network."""
-        return self.url.startswith("file:")
-
-    @property
-    def file_name(self) -> str:
-        return (self.path or unquote(urlsplit(self.url).path)).rpartition("/")[2]
+def is_local(url: str) -> bool:
+    """Whether a file at ``url`` is read without a network."""
+    return url.startswith("file:")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fetched:
-    data: bytes
-    place: Place
-    commit: str = ""
-    kind: RevisionKind | None = None
-
-
-def find_place(reference: Reference, *, base: Path, settings: Settings) -> Place:
-    """Apply the settings; relative paths begin at ``base``."""
-    if reference.is_git:
-        url = locate_repository(reference, settings.github, base)
-        return Place(url=url, path=reference.path, revision=reference.revision)
-    if reference.scheme == "file":
-        return Place(url=(base / reference.url).absolute().as_uri())
-    return Place(url=reference.url)
-
-
-def refuse_network(place: Place, offline: bool) -> None:
+def refuse_network(url: str, offline: bool) -> None:
     """Raise `UserError` P730 where a network would be needed and may not be used."""
-    if offline and not place.is_local:
+    if offline and not is_local(url):
         raise UserError.of(
-            "P730", f"{place.url} would have to be fetched", help="run it once without --offline"
+            "P730", f"{url} would have to be fetched", help="run it once without --offline"
         )
 
 
-def fetch(place: Place, *, settings: Settings, offline: bool) -> Fetched:
-    """Fetch the file at ``place``; nothing is written."""
-    refuse_network(place, offline)
-    if place.is_git:
-        found = read_git_file(place.url, place.path, place.revision, timeout_s=settings.timeout_s)
-        return Fetched(data=found.data, place=place, commit=found.commit, kind=found.kind)
-    if place.is_local:
-        return Fetched(data=read_local(Path(unquote(urlsplit(place.url).path))), place=place)
-
-    return Fetched(data=fetch_url(place.url, timeout_s=settings.timeout_s), place=place)
-
-
-def ask_revision(place: Place, *, settings: Settings, offline: bool) -> Revision:
-    """What the revision of ``place`` means now."""
-    refuse_network(place, offline)
-    return resolve_revision(place.url, place.revision, timeout_s=settings.timeout_s)
+def fetch(url: str, path: str, revision: str, *, settings: Settings, offline: bool) -> Fetched:
+    """Fetch the file at ``url``, or ``path`` at ``revision`` of its repository; nothing is
+    written."""
+    refuse_network(url, offline)
+    if path:
+        return read_git_file(url, path, revision, timeout_s=settings.timeout_s)
+    if is_local(url):
+        return Fetched(data=read_local(Path(unquote(urlsplit(url).path))))
+    return Fetched(data=fetch_url(url, timeout_s=settings.timeout_s))
 
 
 def read_local(path: Path) -> bytes:

@@ -53,18 +53,21 @@ class Revision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GitFile(Revision):
+class Fetched:
+    """A file's bytes, and the commit that they are of if a repository has them."""
+
     data: bytes
+    commit: str = ""
+    kind: RevisionKind | None = None
 
 
-def read_git_file(url: str, path: str, revision: str, *, timeout_s: float) -> GitFile:
+def read_git_file(url: str, path: str, revision: str, *, timeout_s: float) -> Fetched:
     """Fetch ``path`` at ``revision`` of a repository; UserError P720 to P728, P732."""
     with _open_repository(url, timeout_s) as repository:
         found = repository.resolve(revision)
         repository.fetch(found.commit)
-        return GitFile(
-            data=repository.read(found.commit, path), commit=found.commit, kind=found.kind
-        )
+        data = repository.read(found.commit, path)
+        return Fetched(data=data, commit=found.commit, kind=found.kind)
 
 
 def resolve_revision(url: str, revision: str, *, timeout_s: float) -> Revision:

@@ -22,7 +22,8 @@ from pi2.plan.documents.common import Table
 from pi2.plan.reading.references import LOCK, read_document
 from pi2.plan.toml.source import SourceFile, display_path
 from pi2.plan.toml.text import format_path, write_value
-from pi2.sharing.fetching import Cache, Settings, hash_bytes, write_atomically
+from pi2.sharing.fetching import Cache, Settings, hash_bytes, read_local, write_atomically
+from pi2.sharing.git import resolve_revision
 from pi2.sharing.references import Reference
 
 LOCK_VERSION = 1
@@ -226,9 +227,7 @@ def name_in_lock(reference: Reference, base: Path, folder: Path) -> str:
 
 def find_copy(source: Source, cache: Cache) -> Path | None:
     """The cached file of a locked source, None if absent; `UserError` P713 for other bytes."""
-    if cache.read(source.sha256, source.file_name) is None:
-        return None
-    return cache.find_path(source.sha256, source.file_name)
+    return cache.find(source.sha256, source.file_name)
 
 
 def require_copy(source: Source, cache: Cache) -> Path:
@@ -261,18 +260,16 @@ def check_agreement(reference: Reference, source: Source, lock: Lock) -> None:
 
 def check_drift(reference: Reference, source: Source, lock: Lock, settings: Settings) -> None:
     """Refuse local files and repositories that differ from the lock: P714."""
-    from pi2.sharing.fetching import ask_revision, find_place, read_local
-
     if not reference.is_local or not (lock.folder / reference.url).exists():
         return
     if reference.scheme == "file":
         if hash_bytes(read_local(lock.folder / reference.url)) != source.sha256:
             raise _report_drift(reference, lock, "the file was changed")
         return
-    place = find_place(reference, base=lock.folder, settings=settings)
-    now = ask_revision(place, settings=settings, offline=True)
+    url = reference.locate(settings.github, lock.folder)
+    now = resolve_revision(url, reference.revision, timeout_s=settings.timeout_s)
     if now.commit != source.revision:
-        what = f"`{place.revision}` is {now.commit[:12]}, locked is {source.revision[:12]}"
+        what = f"`{reference.revision}` is {now.commit[:12]}, locked is {source.revision[:12]}"
         raise _report_drift(reference, lock, what)
 
 

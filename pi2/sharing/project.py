@@ -18,16 +18,15 @@ from pi2.plan.reading.references import has_scheme, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind, display_path, read_source
 from pi2.sharing.fetching import (
     Cache,
-    Fetched,
-    Place,
     Settings,
-    ask_revision,
     fetch,
-    find_place,
     hash_bytes,
+    is_local,
     read_regular,
+    refuse_network,
     write_atomically,
 )
+from pi2.sharing.git import Fetched, resolve_revision
 from pi2.sharing.lock import (
     Lock,
     Source,
@@ -41,7 +40,7 @@ from pi2.sharing.lock import (
     read_lock,
     require_copy,
 )
-from pi2.sharing.references import LockedReferences, join_reference, parse_reference
+from pi2.sharing.references import LockedReferences, Reference, join_reference, parse_reference
 
 MAX_SOURCES = 64
 """Most documents that one reference may bring along."""
@@ -75,15 +74,18 @@ class Project:
     def read_lock(self) -> Lock:
         return read_lock(find_lock(self.folder) or self.lock_path)
 
-    def _find_place(self, reference: str, lock: Lock) -> Place:
-        return find_place(parse_reference(reference), base=lock.folder, settings=self.settings)
+    def _find(self, name: str, lock: Lock) -> tuple[Reference, str]:
+        """The reference ``name`` of a lock, taken apart, and the address that it means."""
+        reference = parse_reference(name)
+        return reference, reference.locate(self.settings.github, lock.folder)
 
-    def _fetch(self, place: Place) -> Fetched:
-        return fetch(place, settings=self.settings, offline=self.offline)
+    def _fetch(self, url: str, path: str = "", revision: str = "") -> Fetched:
+        return fetch(url, path, revision, settings=self.settings, offline=self.offline)
 
-    def _ask_commit(self, place: Place) -> str:
-        """The commit that the revision of a place means now."""
-        return ask_revision(place, settings=self.settings, offline=self.offline).commit
+    def _ask_commit(self, url: str, revision: str) -> str:
+        """The commit that the revision of a repository means now."""
+        refuse_network(url, self.offline)
+        return resolve_revision(url, revision, timeout_s=self.settings.timeout_s).commit
 
     def add(self, references: Sequence[str]) -> list[Outcome]:
         """Lock ``references`` and their needs at once or not at all; by default locked ones."""
@@ -97,50 +99,48 @@ class Project:
                 name = waiting.pop(0)
                 if name in outcomes:
                     continue
-                known = edit.lock.find(name)
-                outcome = self._restore(known) if known else self._lock_anew(name, edit.lock)
-                outcomes[name] = outcome
+                if known := edit.lock.find(name):
+                    outcomes[name] = self._restore(known)
+                else:
+                    added = self._fetch_anew(name, edit.lock)
+                    outcomes[name] = Outcome(source=added, state="added")
                 if len(outcomes) > MAX_SOURCES:
                     raise UserError.of("P732", f"more than {MAX_SOURCES} documents come along")
-                waiting += self._list_further(outcome.source)
-            added = [item.source for item in outcomes.values() if item.state == "added"]
-            edit.lock = self._replace(edit.lock, added, "would change: `{}` is new")
+                waiting += self._list_further(outcomes[name].source)
+            new = [item.source for item in outcomes.values() if item.state == "added"]
+            edit.lock = self._replace(edit.lock, new, "would change: `{}` is new")
         return list(outcomes.values())
 
     def _restore(self, source: Source) -> Outcome:
         """Have the locked bytes here, fetching the locked commit if they are not."""
         lock = self.read_lock()
-        reference = parse_reference(source.reference)
+        reference, url = self._find(source.reference, lock)
         check_agreement(reference, source, lock)
         if find_copy(source, self.cache) is not None:
             return Outcome(source=source, state="unchanged")
-        is_local = reference.is_local
-        url = self._find_place(source.reference, lock).url if is_local else source.url
-        fetched = self._fetch(Place(url=url, path=source.path, revision=source.revision))
+        url = url if reference.is_local else source.url
+        fetched = self._fetch(url, source.path, source.revision)
         if hash_bytes(fetched.data) != source.sha256:
             raise _report_other_bytes(source)
         self.cache.add(fetched.data, source.file_name)
         return Outcome(source=source, state="fetched")
 
-    def _lock_anew(self, name: str, lock: Lock) -> Outcome:
-        fetched = self._fetch(self._find_place(name, lock))
-        return Outcome(source=self._keep(name, fetched), state="added")
-
-    def _keep(self, name: str, fetched: Fetched) -> Source:
-        """Put a fetched file into the cache; say what the lock is to say of it."""
-        place = fetched.place
-        self.cache.add(fetched.data, place.file_name)
-        reference = parse_reference(name)
-        return Source(
+    def _fetch_anew(self, name: str, lock: Lock) -> Source:
+        """Put what a reference means now into the cache; say what the lock is to say of it."""
+        reference, url = self._find(name, lock)
+        fetched = self._fetch(url, reference.path, reference.revision)
+        source = Source(
             reference=name,
             # As it is written: nothing about this machine where it is relative.
-            url=f"file:{reference.url}" if reference.is_local else place.url,
-            path=place.path,
+            url=f"file:{reference.url}" if reference.is_local else url,
+            path=reference.path,
             revision=fetched.commit,
             revision_kind=fetched.kind,
             size_bytes=len(fetched.data),
             sha256=hash_bytes(fetched.data),
         )
+        self.cache.add(fetched.data, source.file_name)
+        return source
 
     def _replace(self, lock: Lock, sources: Sequence[Source], problem: str) -> Lock:
         """The lock with other sources; UserError for unsound ones, P714 where it is to stay."""
@@ -184,14 +184,14 @@ class Project:
         return outcomes
 
     def _update_one(self, source: Source, lock: Lock, accept_moved: bool) -> Outcome:
-        place = self._find_place(source.reference, lock)
-        if place.is_git:
-            commit = self._ask_commit(place)
+        reference, url = self._find(source.reference, lock)
+        if reference.is_git:
+            commit = self._ask_commit(url, reference.revision)
             if commit == source.revision and find_copy(source, self.cache):
                 return Outcome(source=source, state="unchanged")
             if source.revision_kind == "tag" and commit != source.revision and not accept_moved:
                 raise _report_moved(source, commit)
-        found = self._keep(source.reference, self._fetch(place))
+        found = self._fetch_anew(source.reference, lock)
         if found == source:
             return Outcome(source=source, state="unchanged")
         return Outcome(source=found, state="updated", before=source)
@@ -203,25 +203,22 @@ class Project:
 
     def _verify_one(self, source: Source, lock: Lock) -> UserError | None:
         try:
-            reference = parse_reference(source.reference)
+            reference, url = self._find(source.reference, lock)
             check_agreement(reference, source, lock)
             self._check_document(require_copy(source, self.cache), source.reference, lock)
             check_drift(reference, source, lock, self.settings)
-            if not self.offline:
-                self._verify_origin(source, lock)
+            if self.offline:
+                return None
+            # A tag still means its commit; a file of the web still has its bytes.
+            if source.revision_kind == "tag":
+                commit = self._ask_commit(url, reference.revision)
+                return None if commit == source.revision else _report_moved(source, commit)
+            if not reference.is_git and not is_local(url):
+                if hash_bytes(self._fetch(url).data) != source.sha256:
+                    return _report_other_bytes(source)
         except UserError as error:
             return error
         return None
-
-    def _verify_origin(self, source: Source, lock: Lock) -> None:
-        """A tag still means its commit; a file of the web still has its bytes."""
-        place = self._find_place(source.reference, lock)
-        if source.revision_kind == "tag":
-            if (commit := self._ask_commit(place)) != source.revision:
-                raise _report_moved(source, commit)
-        elif not place.is_git and not place.is_local:
-            if hash_bytes(self._fetch(place).data) != source.sha256:
-                raise _report_other_bytes(source)
 
 
 def _choose(lock: Lock, references: Sequence[str], base: Path) -> list[Source]:

@@ -70,10 +70,20 @@ class Reference:
         """Whether the revision can never mean anything else."""
         return _COMMIT.fullmatch(self.revision) is not None
 
-    @property
-    def file_name(self) -> str:
-        path = self.path or urlsplit(self.url).path if self.scheme != "file" else self.url
-        return path.rpartition("/")[2]
+    def locate(self, github: str, base: Path) -> str:
+        """The address of the repository or file: ``gh:`` stands for ``github``, and paths are
+        relative to ``base``."""
+        match self.scheme:
+            case "gh":
+                return f"{github}/{self.url}"
+            case "git+file":
+                place = base / self.url
+                # People write blanks as addresses have them, too.
+                decoded = base / unquote(self.url)
+                return (place if place.exists() else decoded).resolve().as_uri()
+            case "file":
+                return (base / self.url).absolute().as_uri()
+        return self.url
 
 
 @cache
@@ -135,18 +145,6 @@ def _refuse(
     span = Span(NAME, 1, start + 1, 1, max(end, start + 1) + 1)
     found = Diagnostic(code=code, message=message, help=help, span=span)
     return UserError([found], exit_code=2, sources={NAME: text})
-
-
-def locate_repository(reference: Reference, github: str, base: Path) -> str:
-    """URL that git fetches ``reference`` from; paths are relative to ``base``."""
-    if reference.scheme == "gh":
-        return f"{github}/{reference.url}"
-    if reference.scheme == "git+file":
-        place = base / reference.url
-        # People write blanks as addresses have them, too.
-        decoded = base / unquote(reference.url)
-        return (place if place.exists() else decoded).resolve().as_uri()
-    return reference.url
 
 
 class LockedReferences:

@@ -21,6 +21,15 @@ FindMerge = Callable[[int, int], Merge | None]
 _KEPT_WORDS, _KEPT_CHARACTERS, _KEPT_TEXTS = 10_000, 64, 1024
 
 
+def map_bytes() -> list[str]:
+    """The visible character for each byte (Radford et al. 2019)."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = {byte: chr(byte) for byte in seen}
+    others = [byte for byte in range(256) if byte not in characters]
+    characters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [characters[byte] for byte in range(256)]
+
+
 def list_byte_tokens(vocabulary: Mapping[str, int]) -> list[int | None]:
     """Tokens of single bytes, ``<0x00>`` to ``<0xFF>``."""
     return [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]

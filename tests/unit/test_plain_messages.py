@@ -70,7 +70,7 @@ def test_a_changed_file_is_named(tmp_path: Path) -> None:
     path = cache.add(b"id", name)
     path.write_bytes(b"other")
     with pytest.raises(UserError) as caught:
-        cache.read(hash_bytes(b"id"), name)
+        cache.find(hash_bytes(b"id"), name)
     (found,) = caught.value.diagnostics
     assert found.code == "P713" and str(path) in found.message and str(path) in (found.help or "")
 

@@ -53,7 +53,7 @@ def test_a_template_that_takes_too_much_is_a_finding(
 ) -> None:
     if source in GREEDY.values():
         # Half a gigabyte of pages takes a slow machine more than the second that there is.
-        monkeypatch.setattr(text, "_CPU_S", 15.0)
+        monkeypatch.setattr(text, "_LIMITS", Limits(cpu_s=15.0, memory_mib=512))
     before = resource.getrusage(resource.RUSAGE_SELF)
     start = time.monotonic()
     with pytest.raises(UserError) as caught:

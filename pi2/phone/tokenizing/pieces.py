@@ -7,6 +7,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 
+from pi2.tokens.table_tokenizer import map_bytes
+
 
 class Unsupported(ValueError):
     """A tokenizer uses what this reader does not know; the text says what."""
@@ -193,15 +195,6 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 """How GPT-2 cuts text into words (Radford et al. 2019)."""
 WHITE = "".join(chr(code) for first, last in SPACES for code in range(first, last + 1))
 """Characters to strip around a text."""
-
-
-def map_bytes() -> list[str]:
-    """The visible character for each byte (Radford et al. 2019)."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    characters = {byte: chr(byte) for byte in seen}
-    others = [byte for byte in range(256) if byte not in characters]
-    characters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
-    return [characters[byte] for byte in range(256)]
 
 
 def read_pattern(pattern: Mapping[str, str]) -> re.Pattern[str]:

@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pi2.phone.tokenizing.pieces import (
-    WHITE,
-    Unsupported,
-    make_change,
-    make_cut,
-    map_bytes,
-    read_pattern,
-)
-from pi2.tokens.table_tokenizer import Merge, Pairs, encode_bytes, list_byte_tokens
+from pi2.phone.tokenizing.pieces import WHITE, Unsupported, make_change, make_cut, read_pattern
+from pi2.tokens.table_tokenizer import Merge, Pairs, encode_bytes, list_byte_tokens, map_bytes
 
 Decode = Callable[[list[str]], list[str]]
 """Takes the texts of tokens; the returned texts are joined at the end."""
