@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pi2.backends.blocks.contract import PIECE, TYPES
 from pi2.backends.gpu.arrays import TILE
 from pi2.backends.gpu.kernels.specification import (
+    CACHES,
     FIXED,
     GpuSpec,
     Number,
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from pi2.backends.gpu.launchers.interface import DeviceArray
     from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse, Placed
 
-_CACHES = frozenset({"key_cache", "value_cache", "key_scales", "value_scales"})
-"""Arrays whose elements a plan chooses."""
 _VECTOR = 4
 """Elements that products read together."""
 
@@ -235,7 +234,7 @@ def make_step(
     for name, value in values.items():
         if types.get(name) == "float":
             numbers[name] = _read_float(value)
-        elif name not in types and name not in _CACHES:
+        elif name not in types and name not in CACHES:
             numbers[name] = value
         elif (placed := find(value)) is not None:
             same = (key for key, array in named.items() if array is placed[0])

@@ -199,10 +199,6 @@ class Kernel:
         self._expressions[name] = T.arg(name, getattr(T, dtype)())
         return self._expressions[name]
 
-    def find_number(self, name: str) -> Expr:
-        """Return a number that has been taken."""
-        return self._expressions[name]
-
     @contextmanager
     def run(self, x: Axis = ONCE, y: Axis = ONCE) -> Iterator[Place]:
         """Add what every thread does, in as many work groups as the axes say."""

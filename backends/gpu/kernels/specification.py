@@ -189,6 +189,13 @@ FIXED: Mapping[str, frozenset[str]] = {
 arguments are numbers of a launch."""
 
 
+CACHES: Mapping[str, str] = {
+    **dict.fromkeys(("key_cache", "value_cache"), "uint32"),
+    **dict.fromkeys(("key_scales", "value_scales"), "float32"),
+}
+"""Arrays of instructions whose elements a plan chooses: words of them, or their scales."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKernel:
     """An instruction of a program (`pi2.backends.blocks.contract`)."""
