@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.blocks.contract import ROUTERS
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.arguments import Arguments
-from pi2.backends.gpu.kernels.code import Weights, count_words, list_elements, unpack_word
+from pi2.backends.gpu.kernels.code import Weights, count_words, place_elements, unpack_word
 from pi2.backends.gpu.kernels.products import ROWS, VECTOR, Tiles
 from pi2.backends.gpu.kernels.specification import Axis, FfnKernels
 from pi2.formats import find_format, find_packing
@@ -36,7 +36,7 @@ def emit_take_rows(own: Arguments) -> None:
         factor = c.let(tiles.load_scale(tile, 0, group, in_tile) * own.factor)
         target = own.y.skip(token * own.y_stride + group * GROUP)
         for number in range(count_words(precision)):
-            elements = list_elements(precision, number)
+            elements = place_elements(precision, number)
             values = unpack_word(precision, words[number])
             for element, value in zip(elements, values, strict=True):
                 value = value * factor
@@ -161,6 +161,7 @@ def make_spread_biases(ffn: FfnKernels) -> c.Kernel:
     with kernel.declare():
         y, biases = kernel.take_array("sums", "float32"), kernel.take_array("biases", "float32")
         routes, adds = kernel.take_array("routes", "float32"), kernel.take_number("adds")
+        kernel.take_number("tokens")
         with kernel.run_elements(ffn.hidden) as (element, token):
             total, first = c.Cell(c.number(0.0)), c.let(token * ffn.experts)
             target = c.let(token * ffn.hidden + element)

@@ -79,7 +79,7 @@ def emit_prepare(own: Arguments) -> None:
                 # All heads take part: barriers are for whole groups.
                 key_head = T.min(head, own.key_heads - 1)
                 x = vectors.skip(token * own.x_stride + key_head * key_dim)
-                length = _find_square(x, key_dim, thread)
+                length = c.add_squares(x.__getitem__, key_dim, thread, HEAD_THREADS)
                 factor = c.number(1.0) / T.sqrt(length + c.number(_SMALLEST_NORM))
                 factor = c.let(factor if scale is None else factor * scale)
                 with c.walk(key_dim, thread, HEAD_THREADS) as index, c.when(head < own.key_heads):
@@ -95,14 +95,6 @@ def emit_prepare(own: Arguments) -> None:
         with c.when(thread == 0):
             own.y.put(token * own.y_stride + head, entry)
             own.y.put(token * own.y_stride + own.heads + head, decay)
-
-
-def _find_square(x: Vector, count: c.Expr, thread: c.Expr) -> c.Expr:
-    def square(index: c.Expr) -> c.Expr:
-        value = c.let(x[index])
-        return value * value
-
-    return c.add_in_group(square, count, thread, HEAD_THREADS)
 
 
 def emit_recur(own: Arguments) -> None:
