@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pi2.backends.blocks.instructions import Instruction
     from pi2.backends.blocks.operands import Matrix
     from pi2.backends.gpu.launchers.interface import DeviceArray
-    from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse, Placed
+    from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse
 
 _VECTOR = 4
 """Elements that products read together."""
@@ -150,7 +150,7 @@ class Translator:
     def _multiply(self, own: Instruction, matrix: Matrix) -> Step:
         """Return a product with a packed matrix, of which heads may have equal parts."""
         values, weight, blocks = own.values, matrix.weight, len(matrix.instructions)
-        packed, skip = self._find_tensor(own, matrix)
+        packed, skip = self._arrays.need(values["weights"])
         first = skip // weight.row_bytes
         x, each = self._quantized.get(values["x"], (values["x"], values["x_stride"] // 4 // blocks))
         inputs, inputs_at = self._need(x)
@@ -188,7 +188,7 @@ class Translator:
             # Strides of inputs are bytes elsewhere.
             values = {**values, "x_stride": values["x_stride"] // 4}
         elif matrix is not None:
-            packed, _ = self._find_tensor(own, matrix)
+            packed, _ = self._arrays.need(values["weights"])
             format = packed.shape.precision
             arrays |= packed.arrays
         return make_step(own.kernel, values, format, arrays, self._find, _count_each(own))
@@ -196,12 +196,6 @@ class Translator:
     def _need(self, address: int) -> tuple[DeviceArray, int]:
         found = self._find(address)
         assert found is not None, address
-        return found
-
-    def _find_tensor(self, own: Instruction, matrix: Matrix) -> tuple[Placed, int]:
-        """Return a matrix, and how many bytes of it come before the instruction's."""
-        found = self._arrays.find(own.values["weights"])
-        assert found is not None, matrix.key
         return found
 
     def _find(self, address: int) -> tuple[DeviceArray, int] | None:
