@@ -12,7 +12,7 @@ from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.specification import CACHES, StepKernel
 
 _OF_LAUNCHES = ("tokens", "spans", "runs", "steps")
-"""Numbers that launches have beside an instruction's own."""
+"""Numbers of launches that instructions need not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Vector:
 
 
 class Arguments:
-    """All arguments of an instruction by name (``own.x``): known values, arrays, and numbers.  The
-    code takes those that it uses."""
+    """All arguments of an instruction by name (``own.x``): known values, arrays, and numbers.
+    Compiled kernels have only the parameters that their code uses."""
 
     def __init__(self, kernel: c.Kernel, step: StepKernel, fp16: bool) -> None:
         """``fp16``: whether kernels may have fp16 values."""

@@ -67,7 +67,7 @@ class Signature:
 
 
 class _Written:
-    """What is written as JSON for another process, or kept."""
+    """Data that other processes read as JSON."""
 
     def to_json(self) -> str:
         from pydantic import TypeAdapter

@@ -108,7 +108,7 @@ class Recording(Protocol):
 
 
 class Queue(Protocol):
-    """Work that runs in its order; launches, recordings and events are those of its launcher."""
+    """Work that runs in its order: launches, recordings and events of the same launcher."""
 
     def upload(self, target: DeviceArray, source: Array, offset: int = 0) -> None:
         """Copy ``source`` to byte ``offset`` of ``target``; both are multiples of 4 bytes.
@@ -182,7 +182,7 @@ class Launcher(Protocol):
         return None
 
     def close(self) -> None:
-        """Give everything back; where nothing is held beyond the objects, they are."""
+        """Give everything back, if anything is held beyond the objects themselves."""
         return
 
 

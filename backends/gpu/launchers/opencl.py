@@ -102,7 +102,7 @@ class OpenClLaunch:
 
 _Threads = tuple[int, int, int]
 _Recording = list[tuple[OpenClLaunch, _Threads, _Threads]]
-"""Launches whose numbers are set, with their threads, and those of a work group."""
+"""Launches whose numbers are set, the threads of each, and its work group's."""
 
 
 class OpenClEvent:

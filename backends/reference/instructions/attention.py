@@ -139,7 +139,7 @@ def _view_partials(own: Arguments, tokens: int) -> Array:
 
 
 def attend(own: Arguments) -> None:
-    """Compute parts of contexts, or, as `attend_chosen`, of those for which keys are chosen; a
+    """Compute parts of contexts, or, as `attend_chosen`, of contexts for which keys are chosen; a
     context of one part is finished."""
     groups, is_chosen = own.heads // own.group, own.kernel == "attend_chosen"
     for rest in range(own.first // own.parts, -(-own.last // own.parts)):
