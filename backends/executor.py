@@ -54,7 +54,6 @@ from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.protocol import BuildRequest
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-_WITHOUT_LAYER = frozenset({"embed", "logits"})
 _NONE: I32 = np.zeros(0, np.int32)
 
 
@@ -82,8 +81,8 @@ class ExecutorObserver:
 
 
 def noted(method: Method) -> Method:
-    """Let the executor's observer be told of every call of ``method``, whose first argument may be
-    a layer; noted methods do not call one another."""
+    """Let the executor's observer be told of every call of ``method``, whose first argument is a
+    layer; noted methods do not call one another."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -95,9 +94,7 @@ def noted(method: Method) -> Method:
         try:
             return method(self, *arguments, **keywords)
         finally:
-            has_layer = name not in _WITHOUT_LAYER
-            layer = arguments[0] if has_layer else None
-            observer.note_kernel(name, layer, start_s, time.perf_counter())
+            observer.note_kernel(name, arguments[0], start_s, time.perf_counter())
 
     return cast(Method, call)
 

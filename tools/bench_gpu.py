@@ -27,11 +27,13 @@ from pathlib import Path
 from gpu_rows.random_model import RandomModel, describe_random_use, shape_model
 from gpu_rows.read_rate import measure_read_rate
 from limited.random_gguf import write_gguf
+from pi2.backends.gpu.arrays import Memory
 from pi2.backends.gpu.devices import APIS, open_device
-from pi2.backends.gpu.interpreter import describe_kernels
+from pi2.backends.gpu.instructions import Translator
 from pi2.backends.gpu.kernels.specification import GpuSpec, Target
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.backends.gpu.launches import load_image
+from pi2.backends.gpu.model_arrays import ModelArrays
 from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
 from pi2.fitting.check import load_plan
@@ -120,7 +122,8 @@ def compile_kernels(arguments: argparse.Namespace) -> None:
     specs = [GpuSpec(target=target, reads=True)]
     for _, model, active in list_rows(arguments):
         use = describe_random_use(model, active, arguments.prompt, count_context(arguments), "fp16")
-        specs.append(describe_kernels(use, target))
+        steps = Translator(use, ModelArrays(Memory(), use)).translate()
+        specs.append(steps.describe(use, target))
     for spec in specs:
         load_image(spec, ProgressBar())
     print(f"{len(specs)} sets of kernels for {arguments.compile} are in the cache")

@@ -126,7 +126,7 @@ def main() -> None:
         packets = 2 * each / inputs.macs_per_packet + each / down.macs_per_packet
         print(f"{count:4} tokens: {packets / 1e6:8.1f} million packets a token, ", end="")
         print(f"{1e9 / packets:6.1f} tokens/s at 1 GHz")
-    if unit is not None and spec.ffn is not None:
+    if unit is not None:
         print_memory_bounds(unit, spec.ffn, arguments.neurons, arguments.layers, tokens)
 
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pi2.backends.gpu.launchers.interface import Buffer
+from pi2.backends.gpu.launchers.interface import VECTOR_BYTES, DeviceArray
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.arithmetic.units import name_head
 from pi2.plan.weights.layout import BundleLayout, Precision, round_up, scale_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
-    from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launcher
+    from pi2.backends.gpu.launchers.interface import Event, Launcher
     from pi2.plan.arithmetic.units import UnitShare
 
 TILE = 32
@@ -28,8 +28,6 @@ _PACKING_COPIES = 3
 """Copies of a range in main memory while it is rearranged for the device."""
 _PARTIAL_ROWS = 64
 """Sums of parts of the neurons, of a token each, that there is room for, at least."""
-_VECTOR_BYTES = 16
-"""Arrays are whole vectors."""
 
 
 class Memory:
@@ -46,14 +44,16 @@ class Memory:
         found: dict[str, DeviceArray] = {}
         for name, own in sizes.items():
             if own:
-                size, launcher = round_up(own, _VECTOR_BYTES), self._launcher
-                found[name] = Buffer(None, size) if launcher is None else launcher.allocate(size)
+                size, launcher = round_up(own, VECTOR_BYTES), self._launcher
+                found[name] = (
+                    DeviceArray(None, size) if launcher is None else launcher.allocate(size)
+                )
                 self._arrays.append(found[name])
         return found
 
     def take_host(self, sizes: Mapping[str, int]) -> dict[str, U8]:
         """Return main memory of the same sizes, from and to which copies are fastest."""
-        kept = {name: round_up(size, _VECTOR_BYTES) for name, size in sizes.items() if size}
+        kept = {name: round_up(size, VECTOR_BYTES) for name, size in sizes.items() if size}
         self.host_bytes += sum(kept.values())
         if self._launcher is None:
             return {}

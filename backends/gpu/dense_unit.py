@@ -20,7 +20,7 @@ from pi2.backends.gpu.arrays import (
 )
 from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec, Number, ProductKernels
-from pi2.backends.gpu.launchers.interface import DeviceArray, DeviceFacts, Event, Launcher
+from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launcher
 from pi2.backends.gpu.launches import Kernels, choose_kernel_tokens, choose_parts, number_product
 from pi2.backends.gpu.packing import WholeTiles, pack_matrix, pack_neurons
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
@@ -89,10 +89,6 @@ class GpuUnit(DenseUnit):
         self._kernels.load(GpuSpec(target=target, ffn=self._ffn), request.progress)
         if products:
             self._kernels.load(GpuSpec(target=target, products=products), request.progress)
-
-    @property
-    def facts(self) -> DeviceFacts:
-        return self._enter().facts
 
     def _enter(self) -> Launcher:
         assert self._launcher is not None, "it is closed"

@@ -1,9 +1,7 @@
 """GPUs of this machine by API, asked in another process, because drivers may crash it."""
 
-import dataclasses
 import importlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -13,34 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import TypeAdapter
+
 import pi2
 from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.quantities import approximate_bytes
-
-
-def check_memory(launcher: Launcher, sizes: Sequence[int]) -> None:
-    """P361 where the driver says that the device has no room for arrays of ``sizes`` bytes."""
-    facts, help = launcher.facts, "give the unit a smaller share of `layers.split`"
-    largest, total = max(sizes), sum(sizes)
-    if largest > facts.max_array_bytes:
-        raise UserError.of(
-            "P361",
-            f"{facts.name} takes at most {approximate_bytes(facts.max_array_bytes)} in one piece,"
-            f" and the plan needs {approximate_bytes(largest)}",
-            help=help,
-        )
-    state = launcher.read_memory()
-    if state is not None and total > state.free_bytes:
-        raise UserError.of(
-            "P361",
-            f"{facts.name} has {approximate_bytes(state.free_bytes)} free, and the plan puts"
-            f" {approximate_bytes(total)} on it",
-            help=f"{help}, or end other programs that use it",
-        )
-
 
 APIS: tuple[Api, ...] = get_args(Api)
 _TIMEOUT_S = 20.0
@@ -60,6 +38,17 @@ class Survey:
     """What keeps its devices from being used."""
     help: str | None = None
     """What to install."""
+
+    def suits(self, unit: Unit) -> bool:
+        """Whether there is a device for the unit: a CPU only if the unit is emulated."""
+        return any(unit.emulated or not device.is_emulated for device in self.devices)
+
+    def explain(self) -> str:
+        """Why it has no device for a unit."""
+        return f"{self.api}: {self.obstacle or 'only the CPU emulates a GPU here'}"
+
+
+_SURVEYS = TypeAdapter(tuple[Survey, ...])
 
 
 def survey_api(api: Api) -> Survey:
@@ -89,17 +78,17 @@ def survey_devices(apis: Sequence[Api] = APIS) -> tuple[Survey, ...]:
             [sys.executable, "-P", "-m", "pi2.backends.gpu.devices", *apis],
             capture_output=True,
             text=True,
-            check=False,
+            check=True,
             timeout=_TIMEOUT_S,
             env=environment,
         )
     except subprocess.TimeoutExpired:
         reason = f"asking the drivers took more than {_TIMEOUT_S:.0f} s"
-        return tuple(Survey(api=api, obstacle=reason) for api in apis)
-    if done.returncode != 0:
-        reason = f"asking the drivers failed (exit status {done.returncode})"
-        return tuple(Survey(api=api, obstacle=reason) for api in apis)
-    return tuple(_read_survey(item) for item in json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.CalledProcessError as error:
+        reason = f"asking the drivers failed (exit status {error.returncode})"
+    else:
+        return _SURVEYS.validate_json(done.stdout.splitlines()[-1])
+    return tuple(Survey(api=api, obstacle=reason) for api in apis)
 
 
 def open_device(api: Api, number: int | None = None) -> Launcher:
@@ -133,18 +122,6 @@ def _import_launcher(api: Api) -> Any:
     return importlib.import_module(f"pi2.backends.gpu.launchers.{api}")
 
 
-def _read_survey(item: dict[str, Any]) -> Survey:
-    devices = tuple(DeviceFacts(**device) for device in item.pop("devices"))
-    return Survey(devices=devices, **item)
-
-
-if __name__ == "__main__":
-    wanted: Any = sys.argv[1:] or APIS
-    print(json.dumps([dataclasses.asdict(survey_api(api)) for api in wanted]), flush=True)
-    # Drivers have been seen to crash while they clean up.
-    os._exit(0)
-
-
 _APIS: Mapping[str, tuple[Api, ...]] = {
     "opencl": ("opencl",),
     "vulkan": ("webgpu",),
@@ -163,35 +140,49 @@ def list_apis(unit: Unit) -> tuple[Api, ...]:
 def find_unit_obstacles(unit: Unit) -> list[str]:
     """Return what keeps every API of the unit from finding a device, empty if one has one."""
     surveys = survey_devices(list_apis(unit))
-    if any(_is_suitable(survey, unit) for survey in surveys):
+    if any(survey.suits(unit) for survey in surveys):
         return []
-    return [_explain(survey) for survey in surveys]
+    helps = (f" ({survey.help})" if survey.help else "" for survey in surveys)
+    return [survey.explain() + help for survey, help in zip(surveys, helps, strict=True)]
 
 
 def open_unit(unit: Unit) -> Launcher:
     """Open the unit's device; P360 if there is none, or only a CPU while it is not emulated."""
     surveys = []
     for api in list_apis(unit):
-        survey = survey_api(api)
-        if _is_suitable(survey, unit):
+        surveys.append(survey_api(api))
+        if surveys[-1].suits(unit):
             return open_device(api)
-        surveys.append(survey)
     raise UserError.of(
         "P360",
-        "; ".join(
-            f"{survey.api}: {survey.obstacle or 'only the CPU emulates a GPU here'}"
-            for survey in surveys
-        ),
+        "; ".join(survey.explain() for survey in surveys),
         help="; or ".join(survey.help or "install the GPU's driver" for survey in surveys),
     )
 
 
-def _is_suitable(survey: Survey, unit: Unit) -> bool:
-    """Whether an API has a device for the unit: a CPU only if the unit is emulated."""
-    return any(unit.emulated or not device.is_emulated for device in survey.devices)
+def check_memory(launcher: Launcher, sizes: Sequence[int]) -> None:
+    """P361 where the driver says that the device has no room for arrays of ``sizes`` bytes."""
+    facts, help = launcher.facts, "give the unit a smaller share of `layers.split`"
+    largest, total = max(sizes), sum(sizes)
+    if largest > facts.max_array_bytes:
+        raise UserError.of(
+            "P361",
+            f"{facts.name} takes at most {approximate_bytes(facts.max_array_bytes)} in one piece,"
+            f" and the plan needs {approximate_bytes(largest)}",
+            help=help,
+        )
+    free = launcher.count_free()
+    if free is not None and total > free:
+        raise UserError.of(
+            "P361",
+            f"{facts.name} has {approximate_bytes(free)} free, and the plan puts"
+            f" {approximate_bytes(total)} on it",
+            help=f"{help}, or end other programs that use it",
+        )
 
 
-def _explain(survey: Survey) -> str:
-    if survey.devices:
-        return f"{survey.api}: only the CPU emulates a GPU here"
-    return f"{survey.api}: {survey.obstacle}" + (f" ({survey.help})" if survey.help else "")
+if __name__ == "__main__":
+    wanted: Any = sys.argv[1:]
+    print(_SURVEYS.dump_json(tuple(map(survey_api, wanted))).decode(), flush=True)
+    # Drivers have been seen to crash while they clean up.
+    os._exit(0)

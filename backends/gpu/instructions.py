@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pi2.backends.blocks.contract import PIECE, TYPES
 from pi2.backends.gpu.arrays import TILE
 from pi2.backends.gpu.kernels.specification import (
+    CACHES,
     FIXED,
     GpuSpec,
     Number,
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from pi2.backends.blocks.instructions import Instruction
     from pi2.backends.blocks.operands import Matrix
     from pi2.backends.gpu.launchers.interface import DeviceArray
-    from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse, Placed
+    from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse
 
-_CACHES = frozenset({"key_cache", "value_cache", "key_scales", "value_scales"})
-"""Arrays whose elements a plan chooses."""
 _VECTOR = 4
 """Elements that products read together."""
 
@@ -151,7 +150,7 @@ class Translator:
     def _multiply(self, own: Instruction, matrix: Matrix) -> Step:
         """Return a product with a packed matrix, of which heads may have equal parts."""
         values, weight, blocks = own.values, matrix.weight, len(matrix.instructions)
-        packed, skip = self._find_tensor(own, matrix)
+        packed, skip = self._arrays.need(values["weights"])
         first = skip // weight.row_bytes
         x, each = self._quantized.get(values["x"], (values["x"], values["x_stride"] // 4 // blocks))
         inputs, inputs_at = self._need(x)
@@ -189,7 +188,7 @@ class Translator:
             # Strides of inputs are bytes elsewhere.
             values = {**values, "x_stride": values["x_stride"] // 4}
         elif matrix is not None:
-            packed, _ = self._find_tensor(own, matrix)
+            packed, _ = self._arrays.need(values["weights"])
             format = packed.shape.precision
             arrays |= packed.arrays
         return make_step(own.kernel, values, format, arrays, self._find, _count_each(own))
@@ -197,12 +196,6 @@ class Translator:
     def _need(self, address: int) -> tuple[DeviceArray, int]:
         found = self._find(address)
         assert found is not None, address
-        return found
-
-    def _find_tensor(self, own: Instruction, matrix: Matrix) -> tuple[Placed, int]:
-        """Return a matrix, and how many bytes of it come before the instruction's."""
-        found = self._arrays.find(own.values["weights"])
-        assert found is not None, matrix.key
         return found
 
     def _find(self, address: int) -> tuple[DeviceArray, int] | None:
@@ -235,7 +228,7 @@ def make_step(
     for name, value in values.items():
         if types.get(name) == "float":
             numbers[name] = _read_float(value)
-        elif name not in types and name not in _CACHES:
+        elif name not in types and name not in CACHES:
             numbers[name] = value
         elif (placed := find(value)) is not None:
             same = (key for key, array in named.items() if array is placed[0])

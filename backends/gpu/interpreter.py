@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from pi2.backends.gpu.arrays import Memory
-from pi2.backends.gpu.instructions import ProgramSteps, Translator
-from pi2.backends.gpu.kernels.specification import GpuSpec, Number, ProductKernels, Target
+from pi2.backends.gpu.instructions import ProgramSteps
+from pi2.backends.gpu.kernels.specification import Number, ProductKernels
 from pi2.backends.gpu.launchers.interface import DeviceArray, DeviceFacts, Launch
 from pi2.backends.gpu.launches import (
     Kernels,
@@ -65,7 +64,6 @@ class GpuInterpreter:
             # Gates above it are open.
             threshold = float(np.nextafter(np.float32(closed), np.float32(np.inf)))
         self._threshold = threshold
-        self._work: list[Work] = []
 
     def choose_shape(self, tokens: int, end: int) -> StepShape:
         """The shape of a step of ``tokens`` sequences, the longest of which has ``end`` tokens."""
@@ -78,61 +76,57 @@ class GpuInterpreter:
 
     def list_step(self, shape: StepShape) -> list[Work]:
         """A token each of some sequences, and their logits."""
-        self._list_layers(shape, runs=shape.tokens, is_named=self._use.is_sparse)
-        return self.list_logits(0, shape.tokens)
+        layers = self._list_layers(shape, runs=shape.tokens, is_named=self._use.is_sparse)
+        return [*layers, *self.list_logits(0, shape.tokens)]
 
     def list_chunk(self, tokens: int, end: int) -> list[Work]:
         """Tokens of a prompt that brings a sequence to ``end``, without logits."""
-        self._list_layers(self.choose_shape(tokens, end), runs=1, is_named=False)
-        return self._take()
+        return list(self._list_layers(self.choose_shape(tokens, end), runs=1, is_named=False))
 
     def list_logits(self, first: int, tokens: int) -> list[Work]:
         """The logits of ``tokens`` tokens of the last chunk, from ``first`` on."""
         begin, norm = self._head, self._steps[self._head]
         assert norm is not None
         moved = norm.numbers["x_at"] + first * norm.numbers["x_stride"]
-        self._run(begin, begin + 1, {"tokens": tokens, "x_at": moved})
-        self._run(begin + 1, len(self._steps), {"tokens": tokens})
-        return self._take()
+        return [
+            *self._run(begin, begin + 1, {"tokens": tokens, "x_at": moved}),
+            *self._run(begin + 1, len(self._steps), {"tokens": tokens}),
+        ]
 
-    def _take(self) -> list[Work]:
-        work, self._work = self._work, []
-        return work
-
-    def _add(
+    def _bind(
         self, name: str, arrays: Mapping[str, DeviceArray], numbers: Mapping[str, Number]
-    ) -> None:
-        """Add a kernel; ``arrays`` and ``numbers`` may be more than it takes."""
-        self._work.append((self._kernels.bind(name, arrays), numbers))
+    ) -> Work:
+        """Return a kernel; ``arrays`` and ``numbers`` may be more than it takes."""
+        return self._kernels.bind(name, arrays), numbers
 
-    def _run(self, begin: int, end: int, numbers: Mapping[str, Number]) -> None:
-        """Add instructions ``begin`` to ``end``."""
+    def _run(self, begin: int, end: int, numbers: Mapping[str, Number]) -> Iterator[Work]:
+        """Yield instructions ``begin`` to ``end``."""
         for own in filter(None, self._steps[begin:end]):
             tokens = int(numbers["tokens"]) * own.each
             name = own.kernel.name
             if isinstance(own.kernel, ProductKernels):
                 name = f"{name}_{_choose_size(own.kernel, tokens)}"
-            self._add(name, own.arrays, {**own.numbers, **numbers, "tokens": tokens})
+            yield self._bind(name, own.arrays, {**own.numbers, **numbers, "tokens": tokens})
 
-    def _list_layers(self, shape: StepShape, runs: int, *, is_named: bool) -> None:
-        """Add embedding and layers; ``runs``: sequences that the tokens are of; ``is_named``:
+    def _list_layers(self, shape: StepShape, runs: int, *, is_named: bool) -> Iterator[Work]:
+        """Yield embedding and layers; ``runs``: sequences that the tokens are of; ``is_named``:
         whether a predictor names the neurons."""
         tokens, at = shape.tokens, 0
         numbers: dict[str, Number] = {"tokens": tokens, "spans": shape.spans}
         numbers |= {"runs": runs, "steps": tokens // runs}
         for layer, own in enumerate(self._arrays.exchange.layers):
-            self._run(at, own.gap, numbers)
+            yield from self._run(at, own.gap, numbers)
             at = own.gap
             arrays, adds = self._list_ffn_arrays(layer), self._adders[layer] is not None
             if self._use.has_expert_biases:
                 biases = self._arrays.tensors[name_layer_tensor(layer, "down_bias")]["values"]
                 more = {**numbers, "adds": int(adds)}
-                self._add("spread_biases", arrays | {"biases": biases}, more)
+                yield self._bind("spread_biases", arrays | {"biases": biases}, more)
             if is_named:
-                self._compute_named(layer, tokens, arrays, adds=adds)
+                yield from self._compute_named(layer, tokens, arrays, adds=adds)
             else:
-                self._compute_all(tokens, arrays, adds=adds)
-        self._run(at, self._head, numbers)
+                yield from self._compute_all(tokens, arrays, adds=adds)
+        yield from self._run(at, self._head, numbers)
 
     def _list_ffn_arrays(self, layer: int) -> dict[str, DeviceArray]:
         own = {"values": self._state["activations"], **self._arrays.neurons[layer]}
@@ -150,15 +144,17 @@ class GpuInterpreter:
             "adds": int(adds or self._use.has_expert_biases),
         }
 
-    def _compute_all(self, tokens: int, arrays: Mapping[str, DeviceArray], *, adds: bool) -> None:
+    def _compute_all(
+        self, tokens: int, arrays: Mapping[str, DeviceArray], *, adds: bool
+    ) -> Iterator[Work]:
         size = choose_kernel_tokens(tokens)
         numbers = self._list_ffn_numbers(tokens, size, adds=adds)
         for name in (f"values_{64 if self._use.is_sparse else size}", f"sums_{size}", "join"):
-            self._add(name, arrays, numbers)
+            yield self._bind(name, arrays, numbers)
 
     def _compute_named(
         self, layer: int, tokens: int, arrays: dict[str, DeviceArray], *, adds: bool
-    ) -> None:
+    ) -> Iterator[Work]:
         neurons = self._model.layer_neurons
         if self._model.moe is not None:
             arrays["order"] = self._state[f"order_{layer}"]
@@ -170,14 +166,14 @@ class GpuInterpreter:
         }
         if self._use.predictor == "low-rank":
             for kind, x, y in (("in", "inputs", "inner"), ("out", "inner", "scores")):
-                self._predict(layer, f"predictor_{kind}", tokens, x, y)
+                yield self._predict(layer, f"predictor_{kind}", tokens, x, y)
         elif self._use.predictor == "gate":
-            self._add("gates", arrays, numbers)
+            yield self._bind("gates", arrays, numbers)
         for name in ("select", "gathered_values", "gathered_sums", "join"):
-            self._add(name, arrays, numbers)
+            yield self._bind(name, arrays, numbers)
 
-    def _predict(self, layer: int, kind: str, tokens: int, x: str, y: str) -> None:
-        """Add the product of a layer's predictor with the working array ``x``."""
+    def _predict(self, layer: int, kind: str, tokens: int, x: str, y: str) -> Work:
+        """Return the product of a layer's predictor with the working array ``x``."""
         kernel, name = self._use.predictors[kind], name_layer_tensor(layer, kind)
         arrays = {**self._arrays.tensors[name], "inputs": self._state[x], "outputs": self._state[y]}
         if kernel.bias:
@@ -185,13 +181,8 @@ class GpuInterpreter:
             arrays["biases"] = self._arrays.tensors[bias]["values"]
         numbers = number_product(self._arrays.shapes[name].rows, kernel.length, kernel.blocks)
         size = _choose_size(kernel, tokens)
-        self._add(f"{kernel.name}_{size}", arrays, numbers | {"tokens": tokens})
+        return self._bind(f"{kernel.name}_{size}", arrays, numbers | {"tokens": tokens})
 
 
 def _choose_size(kernel: ProductKernels, tokens: int) -> int:
     return min(choose_kernel_tokens(tokens), 4 if kernel.blocks > 1 else 64)
-
-
-def describe_kernels(use: ModelUse, target: Target) -> GpuSpec:
-    """Return the kernels of a model that no device has yet."""
-    return Translator(use, ModelArrays(Memory(), use)).translate().describe(use, target)

@@ -11,21 +11,14 @@ from pi2.backends.executor import ExecutorObserver
 from pi2.backends.gpu.arrays import TILE, Memory, count_tile_bytes
 from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.instructions import Translator
-from pi2.backends.gpu.interpreter import GpuInterpreter, StepShape, Work
-from pi2.backends.gpu.launchers.interface import (
-    DeviceArray,
-    DeviceFacts,
-    Event,
-    Launcher,
-    Queue,
-    Recording,
-)
+from pi2.backends.gpu.interpreter import GpuInterpreter, StepShape
+from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launcher, Queue, Recording
 from pi2.backends.gpu.launches import Kernels
 from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse, Placed, describe_use
 from pi2.backends.gpu.packing import WholeTiles, pack_matrix, pack_neurons, pack_slots
 from pi2.backends.units import WholeModel, WholeRequest
 from pi2.diagnostics import UserError
-from pi2.plan.weights.layout import Tensor
+from pi2.plan.weights.layout import Tensor, round_up
 
 _PIECE_BYTES = 1 << 20
 """Bytes of a program's array that are sent at a time."""
@@ -78,9 +71,7 @@ class ModelWeights:
         builder = self._arrays.program.builder
         for tables, own in zip(builder.ropes, builder.turns.values(), strict=True):
             if tables.expect(end) and self._is_whole:
-                found = self._arrays.find(own.ctypes.data)
-                assert found is not None
-                self._send_area(found[0])
+                self._send_area(self._arrays.need(own.ctypes.data)[0])
 
     def _send_area(self, area: Placed) -> None:
         """Send the host's content of an array of the program."""
@@ -91,14 +82,12 @@ class ModelWeights:
     def _send(self, array: DeviceArray, values: Raw | F32 | I32 | U8, offset: int = 0) -> None:
         """Send a piece when the one before has arrived: no more than two are in main memory."""
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        if flat.nbytes % 4:
-            flat = np.concatenate([flat, np.zeros(-flat.nbytes % 4, np.uint8)])
-        elif np.may_share_memory(flat, np.asarray(values)):
-            # The caller's memory may change as soon as this returns.
-            flat = flat.copy()
+        # The caller's memory may change as soon as this returns.
+        sent = np.zeros(round_up(flat.nbytes, 4), np.uint8)
+        sent[: flat.nbytes] = flat
         if self._uploaded is not None:
             self._uploaded.wait()
-        self._queue.upload(array, flat, offset)
+        self._queue.upload(array, sent, offset)
         self._uploaded = self._queue.submit()
 
     def finish(self) -> None:
@@ -155,10 +144,6 @@ class GpuModel(WholeModel):
         """The logits on the device."""
         self._inputs = arrays.inputs
 
-    @property
-    def facts(self) -> DeviceFacts:
-        return self._enter().facts
-
     def _enter(self) -> Launcher:
         assert self._launcher is not None, "it is closed"
         self._launcher.enter()
@@ -214,10 +199,6 @@ class GpuModel(WholeModel):
             self._named += int(named[:, :count].sum())
         self._report(f"step of {count} tokens")
         return self._read(count)
-
-    def list_step(self, tokens: int, end: int) -> list[Work]:
-        """The kernels of a step of ``tokens`` sequences, the longest of ``end`` tokens."""
-        return self._graph.list_step(self._graph.choose_shape(tokens, end))
 
     def _record(self, shape: StepShape) -> Recording:
         if shape not in self._recordings:

@@ -246,11 +246,17 @@ class ModelArrays:
         skip = address - own.address
         return (own, skip) if skip < own.host_bytes else None
 
+    def need(self, address: int) -> tuple[Placed, int]:
+        """Return likewise what must be there."""
+        found = self.find(address)
+        assert found is not None, address
+        return found
+
     def find_array(self, address: int) -> DeviceArray:
         """Return the program's array that begins at an address."""
-        found = self.find(address)
-        assert found is not None and not found[1], address
-        return found[0].arrays["values"]
+        own, skip = self.need(address)
+        assert not skip, address
+        return own.arrays["values"]
 
     def put(self, name: str, skip: int, values: Raw) -> None:
         """Write elements of a vector, ``skip`` bytes after its first, for `fill`."""

@@ -53,18 +53,14 @@ PackedArrays = dict[str, npt.NDArray[Any]]
 ups, and of downs, which are in rows; biases [n, parts] and experts [n] if the layout has them."""
 
 
-def pack_tiles(parts: Sequence[U32]) -> U32:
-    """Arrange words [n, groups, words] of each part in tiles, n a multiple of 32: flat."""
-    joined = np.stack([part.reshape(-1, TILE, part.shape[1] * part.shape[2]) for part in parts], 1)
-    tiles, count, rows, words = joined.shape
-    vectors = joined.reshape(tiles, count, rows, words // _VECTOR, _VECTOR)
+def _pack_tiles(parts: Sequence[npt.NDArray[_Element]], vector: int = 1) -> npt.NDArray[_Element]:
+    """Arrange elements [n, .] of each part in tiles, of which the last is filled up: flat; so many
+    elements of a row stay together."""
+    filled = [fill_tile(part.reshape(len(part), -1)) for part in parts]
+    joined = np.stack([part.reshape(-1, TILE, part.shape[1]) for part in filled], 1)
+    tiles, count, rows, elements = joined.shape
+    vectors = joined.reshape(tiles, count, rows, elements // vector, vector)
     return np.ascontiguousarray(vectors.transpose(0, 1, 3, 2, 4)).reshape(-1)
-
-
-def pack_tile_scales(parts: Sequence[Scales]) -> Scales:
-    """Arrange scales [n, groups] of each part in tiles, n a multiple of 32: flat."""
-    joined = np.stack([part.reshape(-1, TILE, part.shape[1]) for part in parts], 1)
-    return np.ascontiguousarray(joined.transpose(0, 1, 3, 2)).reshape(-1)
 
 
 def pack_matrix(
@@ -72,10 +68,10 @@ def pack_matrix(
 ) -> PackedArrays:
     """Arrange a packed matrix uint8 [rows, weight_bytes] in tiles, by the names of kernels'
     parameters; the last is filled up."""
-    words = fill_tile(find_packing(precision).order_words(weights, length))
-    found: PackedArrays = {"matrix_weights": pack_tiles([words])}
+    words = find_packing(precision).order_words(weights, length)
+    found: PackedArrays = {"matrix_weights": _pack_tiles([words], _VECTOR)}
     if scales is not None:
-        found["matrix_scales"] = pack_tile_scales([fill_tile(scales)])
+        found["matrix_scales"] = _pack_tiles([scales])
     return found
 
 
@@ -84,9 +80,9 @@ def pack_neurons(bundles: U8, layout: BundleLayout) -> PackedArrays:
     `pi2.backends.gpu.kernels.ffn`, which read gates and ups in tiles; the last is filled up."""
     inputs, scales, others = _take_arrays(bundles, layout)
     found = {name: fill_tile(array).reshape(-1) for name, array in others.items()}
-    found["gate_up_weights"] = pack_tiles(list(map(fill_tile, inputs)))
+    found["gate_up_weights"] = _pack_tiles(inputs, _VECTOR)
     if scales:
-        found["gate_up_scales"] = pack_tile_scales(list(map(fill_tile, scales)))
+        found["gate_up_scales"] = _pack_tiles(scales)
     return found
 
 

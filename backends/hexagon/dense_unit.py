@@ -1,5 +1,6 @@
 """A dense unit on a Hexagon NPU: graphs that a worker process runs (`DenseUnit`)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -62,7 +63,7 @@ class HexagonUnit(DenseUnit):
             weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
             scales = None if tensor.scales is None else tensor.scales.reshape(tensor.rows, -1)
             packed = pack_rows(weights, scales, *request.share.matrices[name][1:])
-            self._write(arrays.matrices[name].room, packed)
+            self._write(arrays.matrices[name].room.places, packed)
         self._jobs: dict[int, _Job] = {}
         self._next = 0
         self._names: dict[int, str] = {}
@@ -72,9 +73,10 @@ class HexagonUnit(DenseUnit):
         self._next_buffer = 0
         self._computed = self._wanted = 0
 
-    def _write(self, room: Room, arrays: Arrays) -> None:
+    def _write(self, places: Mapping[str, int], arrays: Arrays) -> None:
+        """Copy arrays to their first bytes."""
         for name, values in arrays.items():
-            self._copy(room.places[name], values)
+            self._memory[places[name] : places[name] + values.nbytes] = values
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Collect the bundles of a layer; when they are complete, rearrange them."""
@@ -84,7 +86,8 @@ class HexagonUnit(DenseUnit):
         collected[first : first + len(whole)] = whole[:, : layout.stride]
         if first + len(whole) == count:
             kept = self._arrays.layers[layer]
-            self._write(kept.room, pack_neurons(collected, layout, self._shape, kept.capacity))
+            packed = pack_neurons(collected, layout, self._shape, kept.capacity)
+            self._write(kept.room.places, packed)
 
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
@@ -112,10 +115,7 @@ class HexagonUnit(DenseUnit):
         padded = 0
         for run in job.runs:
             packed = pack_tokens(inputs[run.first :][: run.count], run.size, weights)
-            at = self._place_run(job, padded, inputs.shape[1])
-            self._copy(at["inputs"], packed.inputs)
-            self._copy(at["offsets"], packed.offsets.reshape(-1).view(np.uint8))
-            self._copy(at["scales"], packed.scales.view(np.uint8))
+            self._write(self._place_run(job, padded, inputs.shape[1]), packed)
             job.results.append((job.room.places["results"] + 4 * padded * width, padded))
             padded += run.size
         return number, job
@@ -128,9 +128,6 @@ class HexagonUnit(DenseUnit):
             "offsets": places["offsets"] + padded * 4 * (wide // 32),
             "scales": places["scales"] + padded * 4,
         }
-
-    def _copy(self, place: int, values: U8) -> None:
-        self._memory[place : place + values.nbytes] = values
 
     def _compute(self, job: _Job, neurons: Neurons, count: int, kind: str) -> None:
         """Let the worker compute the first ``count`` neurons of a room for a job."""
@@ -186,7 +183,7 @@ class HexagonUnit(DenseUnit):
             self._read_replies(self._staged[buffer])
             room = self._arrays.staging[buffer]
             packed = pack_neurons(piece, self._share.layout, self._shape, room.capacity)
-            self._write(room.room, packed)
+            self._write(room.room.places, packed)
             self._compute(known, room, len(piece), "added")
             self._staged[buffer] = self._session.asked
 

@@ -1,10 +1,8 @@
 """Weights and inputs rearranged and rounded for the NPU, as `kernels.products` reads them."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from pi2.arrays import F32, I32, U8, Scales
+from pi2.arrays import F32, U8, Scales
 from pi2.backends.hexagon.specification import (
     LANES,
     LAYOUTS,
@@ -25,18 +23,6 @@ _INT4_PEAK = LAYOUTS["int4"].zero * 127 * GROUP
 
 Arrays = dict[str, U8]
 """Bytes by the names of `rooms`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Inputs of a graph, filled up with zeros to its tokens."""
-
-    inputs: U8
-    """Bytes of words int32 [blocks, length / 4, together]."""
-    offsets: I32
-    """[blocks, groups, together]; one group where weights are int8."""
-    scales: F32
-    """[tokens]."""
 
 
 def find_top_multiplier(groups: int) -> int:
@@ -130,8 +116,10 @@ def _pack_down(values: F32, room: int) -> Arrays:
     return {"down": _flatten(tiles), "down_scales": _flatten(np.asarray(scales, np.float32))}
 
 
-def pack_tokens(values: F32, tokens: int, weights: Weights) -> Tokens:
-    """Round inputs [n, length] for a graph of ``tokens`` >= n with weights of a kind."""
+def pack_tokens(values: F32, tokens: int, weights: Weights) -> Arrays:
+    """Round inputs [n, length] for a graph of ``tokens`` >= n with weights of a kind: ``inputs``
+    int32 [blocks, length / 4, together], ``offsets`` int32 [blocks, groups, together], one group
+    where weights are int8, and ``scales`` float32 [tokens]; tokens that fill it up are zeros."""
     count, length = values.shape
     wide, together = round_up(length, LENGTH_STEP), count_together(tokens)
     peaks = np.abs(values).max(axis=1, initial=0)
@@ -144,8 +132,8 @@ def pack_tokens(values: F32, tokens: int, weights: Weights) -> Tokens:
     sums = codes.reshape(-1, together, own.count_groups(wide), wide // own.count_groups(wide))
     sums = sums.sum(axis=3, dtype=np.int32)
     words = codes.view(np.int32).reshape(-1, together, wide // 4).transpose(0, 2, 1)
-    offsets = np.ascontiguousarray(sums.transpose(0, 2, 1)) * np.int32(-own.zero)
-    return Tokens(_flatten(words), offsets, scales)
+    offsets = sums.transpose(0, 2, 1) * np.int32(-own.zero)
+    return {"inputs": _flatten(words), "offsets": _flatten(offsets), "scales": _flatten(scales)}
 
 
 def _flatten(array: np.ndarray) -> U8:

@@ -42,19 +42,13 @@ _PATIENCE_S = 5.0
 """Time in which a worker may end by itself."""
 
 
-def _open_region(size: int) -> int:
-    """A file without a name, of ``size`` bytes, that two processes can map."""
-    if hasattr(os, "memfd_create"):
+def open_memory(size: int, *, emulated: bool) -> int:
+    """Return a file descriptor of memory that two processes, or an NPU, can map; or
+    `UnitFailed`."""
+    if emulated:
         file = os.memfd_create("pi2-unit")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, max(size, 1))
-    return file
-
-
-def open_memory(size: int) -> int:
-    """Return a file descriptor of memory that an NPU can map; or `UnitFailed`."""
+        os.ftruncate(file, size)
+        return file
     for heap in filter(os.path.exists, _HEAPS):
         try:
             with open(heap, "rb", buffering=0) as opened:
@@ -100,11 +94,10 @@ OPERANDS = 28
 WORDS = 4 + OPERANDS
 MESSAGE = struct.Struct(f"<{WORDS}I")
 """`MAGIC`, its number, the graph's number (`NOTHING` asks only for a reply), the number of
-operands, and the operands."""
+operands, and the operands.  A hello has `MAGIC`, `PROTOCOL`, the file descriptor of the region, its
+bytes, and the most bytes that graphs keep while they run, whose place is the last operand of each;
+the rest is 0."""
 NOTHING = 0xFFFFFFFF
-HELLO = MESSAGE
-"""`MAGIC`, `PROTOCOL`, the file descriptor of the region, its bytes, and the most bytes that graphs
-keep while they run, whose place is the last operand of each; the rest is 0."""
 
 REPLY_WORDS = 8
 REPLY = struct.Struct(f"<{REPLY_WORDS}I")
@@ -138,13 +131,13 @@ class Session:
     ) -> None:
         """Start a worker for ``graphs`` with ``size`` bytes, ``scratch`` of them theirs;
         `UnitFailed`."""
-        file = _open_region(size) if emulated else open_memory(size)
+        file = open_memory(size, emulated=emulated)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self.memory: U8 = np.frombuffer(mmap.mmap(file, size), np.uint8)
             self.process = self._start(list_command(library, emulated=emulated), file)
             words = (MAGIC, PROTOCOL, file, size, scratch)
-            self._write(HELLO.pack(*words, *[0] * (OPERANDS - 1)))
+            self._write(MESSAGE.pack(*words, *[0] * (OPERANDS - 1)))
             try:
                 found = self._take_reply(PROTOCOL).graphs
                 if found != graphs:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.signature import Compiler
@@ -201,14 +201,11 @@ Graph = FfnGraph | ProductGraph
 class HexagonSpec:
     """Everything but its sources that the code of a library depends on."""
 
+    program: ClassVar[str] = _MODULE
     version: Version
-    ffn: FfnShape | None
+    ffn: FfnShape
     graphs: tuple[FfnGraph, ...] = ()
     products: tuple[ProductGraph, ...] = ()
-
-    @property
-    def program(self) -> str:
-        return _MODULE
 
     @property
     def index(self) -> tuple[Graph, ...]:
@@ -221,15 +218,9 @@ class HexagonSpec:
     @classmethod
     def from_json(cls, text: str) -> HexagonSpec:
         """Read what `to_json` wrote."""
-        document: dict[str, Any] = json.loads(text)
-        ffn = document["ffn"]
-        options = None if ffn is None else Ffn.model_validate_json(json.dumps(ffn["options"]))
-        return cls(
-            version=document["version"],
-            ffn=None if options is None else FfnShape(**(ffn | {"options": options})),
-            graphs=tuple(FfnGraph(**item) for item in document["graphs"]),
-            products=tuple(ProductGraph(**item) for item in document["products"]),
-        )
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(cls).validate_json(text)
 
     def write_index(self) -> str:
         """Return the document: every graph's number in messages, name, shape and scratch bytes."""

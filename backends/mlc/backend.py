@@ -84,7 +84,6 @@ class MlcEngine:
                 {
                     "model": str(folder.resolve()),
                     "device": device or "auto",
-                    "sequences": 1,
                     "context": context,
                     "chunk": chunk,
                 }

@@ -3,7 +3,7 @@
 
 Only the standard library and mlc_llm are imported. The first line says what to load::
 
-    {"model": FOLDER, "device": "auto", "sequences": 1, "context": 4096, "chunk": 128}
+    {"model": FOLDER, "device": "auto", "context": 4096, "chunk": 128}
 
 and every other one what to generate: ``{"prompt": TEXT}`` or ``{"messages": [...]}``, with
 ``max_tokens``, ``temperature``, ``top_p``, ``seed`` and ``stop``. Answers are ``{"ready": true}``,
@@ -24,15 +24,12 @@ def load(request: dict[str, Any]) -> Any:
     from mlc_llm.serve.config import EngineConfig
 
     settings = EngineConfig(
-        max_num_sequence=request["sequences"],
-        max_total_sequence_length=request["sequences"] * request["context"],
+        max_num_sequence=1,
+        max_total_sequence_length=request["context"],
         prefill_chunk_size=request["chunk"],
     )
     return MLCEngine(
-        request["model"],
-        request["device"],
-        mode="interactive" if request["sequences"] == 1 else "local",
-        engine_config=settings,
+        request["model"], request["device"], mode="interactive", engine_config=settings
     )
 
 

@@ -29,22 +29,20 @@ class NullUnit(DenseUnit):
         self._jobs: dict[int, F32] = {}
         self._next = 0
 
-    def offer_room(self, layer: int) -> None:
-        """Offer nothing."""
-
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Forget the neurons."""
 
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        number, self._next = self._next, self._next + 1
-        self._jobs[number] = np.zeros(inputs.shape, np.float32)
-        return number
+        return self._begin(*inputs.shape)
 
     def multiply(self, name: str, inputs: F32) -> int:
+        return self._begin(len(inputs), self._rows[name])
+
+    def _begin(self, tokens: int, width: int) -> int:
         number, self._next = self._next, self._next + 1
-        self._jobs[number] = np.zeros((len(inputs), self._rows[name]), np.float32)
+        self._jobs[number] = np.zeros((tokens, width), np.float32)
         return number
 
     def add(self, job: int, bundles: U8, first: int) -> None:

@@ -149,8 +149,10 @@ class ThreadUnit(DenseUnit):
             raise UnitFailed(str(error)) from error
 
     def _compute(self, job: _Job, bundles: U8, first: int, name: str) -> tuple[str, float, float]:
-        start_s = time.perf_counter()
-        add_neurons(self._request, job.layer, job.inputs, job.routes, bundles, first, job.total)
+        start_s, share = time.perf_counter(), self._request.share
+        whole = self._request.join_scales(job.layer, bundles, first)
+        active = compute_activations(share.model, share.layout, job.inputs, whole, job.routes)
+        job.total += multiply_down(share.layout, active, whole)
         return name, start_s, time.perf_counter()
 
     def wait(self, job: int) -> None:
@@ -184,23 +186,6 @@ class ThreadUnit(DenseUnit):
         self._jobs.clear()
         self._pool.shutdown(cancel_futures=True)
         self._kept = []
-
-
-def add_neurons(
-    request: UnitRequest,
-    layer: int,
-    inputs: F32,
-    routes: F32 | None,
-    bundles: U8,
-    first: int,
-    total: F32,
-) -> None:
-    """Add the neurons of ``bundles`` [n, stride], of which the first has stored index ``first``, to
-    ``total`` [T, hidden]."""
-    share = request.share
-    whole = request.join_scales(layer, bundles, first)
-    active = compute_activations(share.model, share.layout, inputs, whole, routes)
-    total += multiply_down(share.layout, active, whole)
 
 
 def copy_tensor(tensor: Tensor, allocate: Callable[[int], U8]) -> Tensor:

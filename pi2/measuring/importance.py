@@ -92,8 +92,8 @@ class _Recorder:
             return  # what is streamed is multiplied in pieces
         lanes, places = program.interpreter.lanes, (items[0], items[1])
         own = Arguments(kernel, arguments, places, format=weight.format, kv="fp32", lanes=lanes)
-        length, is_many = own.blocks * weight.kind.block, kernel == "multiply_many"
+        length = own.blocks * weight.kind.block
         sums = self.sums.setdefault(weight.name, np.zeros((weight.experts, length)))
-        for expert, _, tokens in list_pairs(own, kernel):
-            read = read_inputs(own, tokens, length, is_many=is_many)
+        for expert, _, tokens in list_pairs(own):
+            read = read_inputs(own, tokens, length)
             sums[expert] += np.square(read).sum(axis=0)

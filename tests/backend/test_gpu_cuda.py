@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pi2.backends.gpu.interpreter import describe_kernels
+from pi2.backends.gpu.arrays import Memory
+from pi2.backends.gpu.instructions import Translator
 from pi2.backends.gpu.kernels.compile import (
     MissingCompiler,
     build_image,
@@ -25,7 +26,7 @@ from pi2.backends.gpu.kernels.specification import (
     Target,
 )
 from pi2.backends.gpu.launches import load_image
-from pi2.backends.gpu.model_arrays import describe_use
+from pi2.backends.gpu.model_arrays import ModelArrays, describe_use
 from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.plan.documents.model_parts import Ffn
@@ -89,7 +90,9 @@ def make_step(kernel: str, format: str = "", **fixed: int) -> StepKernel:
 
 def make_alone_spec(arch: str) -> GpuSpec:
     """Everything that a shipped plan needs whose GPU has the whole model."""
-    return describe_kernels(describe_use(load_plan(PLAN)), Target(api="cuda", fp16=True, arch=arch))
+    use = describe_use(load_plan(PLAN))
+    steps = Translator(use, ModelArrays(Memory(), use)).translate()
+    return steps.describe(use, Target(api="cuda", fp16=True, arch=arch))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from pi2.backends.gpu import dense_unit
 from pi2.backends.gpu.dense_unit import GpuUnit
-from pi2.backends.gpu.kernels.ffn import make_many_values, make_values
+from pi2.backends.gpu.kernels.ffn import make_values
 from pi2.backends.gpu.kernels.specification import FfnKernels
 from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.gpu.packing import pack_neurons, pack_slots
@@ -94,7 +94,7 @@ WEIGHED = FfnKernels(
 )
 def test_neurons_in_rows_have_values_of_those_in_tiles(launcher: Launcher, ffn: FfnKernels) -> None:
     neurons = RandomNeurons(ffn, count=107)
-    kernel = make_many_values(dataclasses.replace(ffn, in_rows=True), launcher.facts.fp16)
+    kernel = make_values(dataclasses.replace(ffn, in_rows=True), launcher.facts.fp16, 64)
     bench = Bench(launcher, [kernel])
     packed = pack_slots(neurons.bundles, neurons.layout)
     for tokens in (1, 65):

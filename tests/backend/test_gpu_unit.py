@@ -10,7 +10,7 @@ import pytest
 from pi2.backends.gpu import dense_unit
 from pi2.backends.gpu.arrays import Memory, UnitArrays
 from pi2.backends.gpu.dense_unit import GpuUnit
-from pi2.backends.gpu.launchers.interface import Launcher, MemoryState
+from pi2.backends.gpu.launchers.interface import Launcher
 from pi2.backends.units import UnitFailed
 from pi2.diagnostics import UserError
 from tests.helpers.dense_units import Neurons, make_neurons
@@ -56,9 +56,8 @@ def test_pieces_that_fill_no_tile_wait_for_the_next(make: Callable[[Neurons], Gp
 def test_a_device_without_room_is_a_failure_that_says_so(
     launcher: Launcher, make: Callable[[Neurons], GpuUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = MemoryState(free_bytes=1000, total_bytes=1 << 30)
     with monkeypatch.context() as patch:
-        patch.setattr(launcher, "read_memory", lambda: full)
+        patch.setattr(launcher, "count_free", lambda: 1000)
         with pytest.raises(UnitFailed, match="free, and the plan puts") as caught:
             make(make_neurons())
     assert "layers.split" in str(caught.value.help)

@@ -15,7 +15,7 @@ from pi2.backends.hexagon.arrays import (
     lay_out_neurons,
     place_piece,
 )
-from pi2.backends.hexagon.packing import Arrays, Tokens, find_top_multiplier, pack_tokens
+from pi2.backends.hexagon.packing import Arrays, find_top_multiplier, pack_tokens
 from pi2.backends.hexagon.session import Session, find_unit_obstacles
 from pi2.backends.hexagon.specification import PROGRAMS, FfnGraph, HexagonSpec, ProductGraph, Room
 from pi2.formats import find_packing
@@ -86,16 +86,6 @@ class Bench:
         size = 4 * int(np.prod(shape))
         return self.session.memory[place : place + size].view(np.float32).reshape(shape).copy()
 
-    def give(self, tokens: Tokens, places: dict[str, int]) -> None:
-        self.write(
-            places,
-            {
-                "inputs": tokens.inputs,
-                "offsets": tokens.offsets.reshape(-1).view(np.uint8),
-                "scales": tokens.scales.view(np.uint8),
-            },
-        )
-
     def multiply(self, graph: ProductGraph, arrays: Arrays, inputs: F32) -> F32:
         """Products [n, rows] of a matrix and inputs [n, length]."""
         self._end = 0
@@ -104,7 +94,7 @@ class Bench:
         job = dict(self.place(lay_out_job(graph.tokens, graph.length, 0, graph.rows)).places)
         scratch = self.place(graph.scratch).places
         self.write(matrix, arrays)
-        self.give(pack_tokens(inputs, graph.tokens, graph.weights), job)
+        self.write(job, pack_tokens(inputs, graph.tokens, graph.weights))
         operands = matrix | job | {"scratch": min(scratch.values())}
         self.run(graph, [operands[name] for name in PRODUCT_OPERANDS])
         return self.read(job["results"], graph.tokens, graph.rows)[: len(inputs)]
@@ -116,7 +106,6 @@ class Bench:
         """Sums [n, hidden] of ``count`` neurons from ``first`` on, of a room of ``room``;
         ``routes`` [n, experts] are weights of experts."""
         shape = self.spec.ffn
-        assert shape is not None
         self._end = 0
         self.session.memory[:] = 255
         neurons = self.place(lay_out_neurons(shape, room))
@@ -126,7 +115,7 @@ class Bench:
         self.write(dict(neurons.places), arrays)
         size = 4 * graph.tokens * shape.hidden
         self.session.memory[job["results"] : job["results"] + size] = 0
-        self.give(pack_tokens(inputs, graph.tokens, shape.weights), job)
+        self.write(job, pack_tokens(inputs, graph.tokens, shape.weights))
         if routes is not None:
             self.write(job, {"routes": np.ascontiguousarray(routes).reshape(-1).view(np.uint8)})
         operands = place_piece(shape, neurons, first) | job

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pi2.backends.reference.neurons import add_neurons
+from pi2.backends.reference.neurons import ThreadUnit
 from pi2.cli.main import run
 from pi2.measuring.timeline import record_run
 from pi2.orchestrator import load
@@ -142,11 +142,15 @@ def test_a_trace_shows_that_two_units_work_at_the_same_time(
         "layers.hot": 0.4,
     }
 
-    def compute_slowly(*arguments: Any) -> None:
-        time.sleep(0.01)
-        add_neurons(*arguments)
+    compute = ThreadUnit._compute
 
-    monkeypatch.setattr("pi2.backends.reference.neurons.add_neurons", compute_slowly)
+    def compute_slowly(*arguments: Any) -> Any:
+        begin_s = time.perf_counter()
+        time.sleep(0.01)
+        name, _, end_s = compute(*arguments)
+        return name, begin_s, end_s
+
+    monkeypatch.setattr(ThreadUnit, "_compute", compute_slowly)
     with load(plan, set=settings) as model:
         recorder, summary = record_run(model, [5, 6, 7], 4)
         assert record_run(model, [5, 6, 7], 1)[1].busy_s, "it can be observed once more"

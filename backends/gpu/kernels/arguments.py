@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from tvm.tirx.script import builder as T
 
-from pi2.backends.blocks.contract import TYPES
+from pi2.backends.blocks.contract import FIELDS, TYPES
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.specification import StepKernel
+from pi2.backends.gpu.kernels.specification import CACHES, StepKernel
+
+_OF_LAUNCHES = ("tokens", "spans", "runs", "steps")
+"""Numbers of launches that instructions need not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,48 +33,40 @@ class Vector:
         return Vector(self.buffer, c.let(self.at + elements))
 
 
-@dataclass
 class Arguments:
-    """Arrays, numbers and known values by name; arrays are declared first."""
+    """All arguments of an instruction by name (``own.x``): known values, arrays, and numbers.
+    Compiled kernels have only the parameters that their code uses."""
 
-    kernel: c.Kernel
-    step: StepKernel
-    fp16: bool
-    """Whether kernels may have fp16 values."""
-    _buffers: dict[str, c.Buffer] = field(default_factory=dict)
+    def __init__(self, kernel: c.Kernel, step: StepKernel, fp16: bool) -> None:
+        """``fp16``: whether kernels may have fp16 values."""
+        self.kernel, self.step, self.fp16 = kernel, step, fp16
+        self._values: dict[str, Any] = dict(step.fixed)
+        fields, same = FIELDS[step.kernel], dict(step.shared)
+        for name in dict.fromkeys((*fields, *_OF_LAUNCHES)):
+            if name in self._values:
+                continue
+            kind = CACHES.get(name) or TYPES[step.kernel].get(name)
+            if kind is None:
+                self._values[name] = kernel.take_number(name)
+            elif kind == "float":
+                self._values[name] = kernel.take_number(name, "float32")
+            else:
+                self._values[name] = self._take(name, same.get(name), kind)
 
-    def __getattr__(self, name: str) -> int:
-        """Return a value that is known: code depends on it."""
-        for own, value in self.step.fixed:
-            if own == name:
-                return value
-        raise AttributeError(name)
+    def _take(self, name: str, other: str | None, kind: str) -> Vector:
+        """Declare an array, which may be that of another argument, and where in it this begins."""
+        if other is not None:
+            buffer = self._values[other].buffer
+        else:
+            # What processors have in blocks of a format is packed, or float32.
+            buffer = self.kernel.take_array(name, "float32" if kind == "uint8" else kind)
+        return Vector(buffer, self.kernel.take_number(f"{name}_at"))
 
-    def take(self, *names: str) -> list[Vector]:
-        """Declare arrays, and where in them the arguments begin."""
-        buffers = [self.take_buffer(name) for name in names]
-        starts = [self.kernel.take_number(f"{name}_at") for name in names]
-        return [Vector(*pair) for pair in zip(buffers, starts, strict=True)]
-
-    def take_buffer(self, name: str, dtype: str | None = None) -> c.Buffer:
-        """Declare an array; arguments that have the same array share it."""
-        name = dict(self.step.shared).get(name, name)
-        if name not in self._buffers:
-            own = dtype or TYPES[self.step.kernel].get(name, "uint32")
-            self._buffers[name] = self.kernel.take_array(name, own)
-        return self._buffers[name]
-
-    def take_some(self, *names: str) -> dict[str, Vector]:
-        """Declare arrays without those that the instruction has not (``has_NAME``)."""
-        fixed = dict(self.step.fixed)
-        found = [name for name in names if fixed.get(f"has_{name}", 1)]
-        return dict(zip(found, self.take(*found), strict=True))
-
-    def number(self, *names: str) -> list[c.Expr]:
-        return [self.kernel.take_number(name) for name in names]
-
-    def real(self, *names: str) -> list[c.Expr]:
-        return [self.kernel.take_number(name, "float32") for name in names]
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def divide(value: c.Expr, by: c.Expr | int) -> c.Expr:

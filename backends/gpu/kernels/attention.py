@@ -23,7 +23,6 @@ _KEEPERS = 64
 """Threads of a work group that keeps a vector."""
 _LOWEST = -1e30
 _LARGEST_CODE = 127.0
-_SPANS = ("span_sums", "span_tops")
 _EACH = {"fp32": 1, "fp16": 2, "int8": 4}
 """Elements of a word."""
 
@@ -40,21 +39,15 @@ class Kept:
     """Elements from one sequence to the next, and from one head."""
 
     @classmethod
-    def take(cls, own: Arguments, name: str, pitch: int) -> Kept:
-        """Take strides of arrays that `take_arrays` has declared."""
-        kind, scales = own.step.format, None
-        buffer = own.take_buffer(f"{name}_cache")
-        if kind == "int8":
-            scales = own.take_buffer(f"{name}_scales", "float32")
-        strides = own.number(f"{name}_sequence_stride", f"{name}_head_stride")
-        return cls(kind, pitch, buffer, scales, strides)
+    def of(cls, own: Arguments, name: str, pitch: int) -> Kept:
+        """Return a kind of an instruction, ``key`` or ``value``."""
 
-    @staticmethod
-    def take_arrays(own: Arguments, *names: str) -> None:
-        for name in names:
-            own.take_buffer(f"{name}_cache")
-            if own.step.format == "int8":
-                own.take_buffer(f"{name}_scales", "float32")
+        def get(part: str) -> c.Expr:
+            return getattr(own, f"{name}_{part}")
+
+        scales = get("scales").buffer if own.step.format == "int8" else None
+        strides = [get("sequence_stride"), get("head_stride")]
+        return cls(own.step.format, pitch, get("cache").buffer, scales, strides)
 
     @property
     def each(self) -> int:
@@ -127,23 +120,22 @@ def emit_keep(own: Arguments) -> None:
     """A work group keeps a head's key and value; latent vectors are both."""
     own.kernel.block = (_KEEPERS, 1, 1)
     names = ["key", *(["value"] if own.value_width else [])]
-    for name in names:
-        own.take_buffer(f"{name}s")
-    Kept.take_arrays(own, *names)
-    sequences, positions = own.take("sequences", "positions")
-    vectors = dict(zip(names, own.take(*(f"{name}s" for name in names)), strict=True))
-    x_stride, *_ = own.number("x_stride", "heads", "tokens")
-    kept = {name: Kept.take(own, name, getattr(own, f"{name}_width")) for name in names}
+    kept = {name: Kept.of(own, name, getattr(own, f"{name}_width")) for name in names}
     with own.kernel.run(Axis(number="heads"), Axis(number="tokens")) as place:
         head, token, thread = *place.group, place.thread[0]
-        sequence, position = c.let(sequences[token]), c.let(positions[token])
+        sequence, position = c.let(own.sequences[token]), c.let(own.positions[token])
         for name, target in kept.items():
             shared = c.share(target.pitch)
-            x = vectors[name].skip(token * x_stride + head * target.pitch)
+            x = getattr(own, f"{name}s").skip(token * own.x_stride + head * target.pitch)
             with c.walk(target.pitch, thread, _KEEPERS) as element:
                 c.store(shared, element, x[element])
             c.wait_for_group()
             target.put(shared, thread, target.find(sequence, head, position))
+
+
+def _take_spans(own: Arguments) -> list[c.Buffer]:
+    """Declare the sums of spans, and their largest scores with sums of weights."""
+    return [own.kernel.take_array(name, "float32") for name in ("span_sums", "span_tops")]
 
 
 def emit_attend(own: Arguments) -> None:
@@ -153,29 +145,24 @@ def emit_attend(own: Arguments) -> None:
     words = -(-own.value_width // each)
     slices, columns = max(1, _KEYS // words), -(-words // _KEYS)
     """Parts of the keys, and words of a value that a thread has."""
-    Kept.take_arrays(own, "key", "value")
-    for name in _SPANS:
-        own.take_buffer(name, "float32")
-    queries, sequences, positions = own.take("queries", "sequences", "positions")
-    keys, values = Kept.take(own, "key", own.key_width), Kept.take(own, "value", own.value_stride)
-    query_stride, window, spans, tokens = own.number("query_stride", "window", "spans", "tokens")
-    scale, cap = own.real("scale", "cap")
+    spans, partials = own.spans, _take_spans(own)
+    keys, values = Kept.of(own, "key", own.key_width), Kept.of(own, "value", own.value_stride)
     with own.kernel.run(Axis(times=own.heads, number="spans"), Axis(number="tokens")) as place:
         token, thread = place.group[1], place.thread[0]
         head = c.let(T.floormod(place.group[0], own.heads))
         span = divide(place.group[0], own.heads)
         shares = divide(head, own.group)
-        sequence, position = c.let(sequences[token]), c.let(positions[token])
-        first = _find_first(position, window, is_chunked=bool(own.is_chunked))
+        sequence, position = c.let(own.sequences[token]), c.let(own.positions[token])
+        first = _find_first(position, own.window, is_chunked=bool(own.is_chunked))
         length = divide(position + 1 - first + spans - 1, spans)
         begin = c.let(first + span * length)
         end = c.let(T.min(begin + length, position + 1))
         query, source = (
             c.share(own.key_width),
-            queries.skip(token * query_stride + head * own.key_width),
+            own.queries.skip(token * own.query_stride + head * own.key_width),
         )
         with c.walk(own.key_width, thread, _KEYS) as element:
-            c.store(query, element, source[element] * scale)
+            c.store(query, element, source[element] * own.scale)
         weights = c.share(_KEYS)
         top, total = c.Cell(c.number(_LOWEST)), c.Cell(c.number(0.0))
         slice_number, column = divide(thread, words), c.let(T.floormod(thread, words))
@@ -185,7 +172,7 @@ def emit_attend(own: Arguments) -> None:
             start = c.let(begin + tile * _KEYS)
             at = c.let(start + thread)
             vector = keys.find(sequence, shares, T.min(at, position))
-            score = _emit_score(keys, vector, at < end, query, cap)
+            score = _emit_score(keys, vector, at < end, query, own.cap)
             c.store(weights, thread, score.get())
             c.wait_for_group()
             highest = c.Cell(top.get())
@@ -215,8 +202,8 @@ def emit_attend(own: Arguments) -> None:
                         for cell, value in zip(cells, values.load(vector, word), strict=True):
                             cell.add(value * scaled)
             c.wait_for_group()
-        row = c.let((span * tokens + token) * own.heads + head)
-        _emit_partial(own, _Found(sums, total, top), slices, thread, row)
+        row = c.let((span * own.tokens + token) * own.heads + head)
+        _emit_partial(own, partials, _Found(sums, total, top), slices, thread, row)
 
 
 def _find_first(position: c.Expr, window: c.Expr, *, is_chunked: bool) -> c.Expr:
@@ -251,10 +238,12 @@ class _Found:
     top: c.Cell
 
 
-def _emit_partial(own: Arguments, found: _Found, slices: int, thread: c.Expr, row: c.Expr) -> None:
+def _emit_partial(
+    own: Arguments, spans: list[c.Buffer], found: _Found, slices: int, thread: c.Expr, row: c.Expr
+) -> None:
     each, size, sums = _EACH[own.step.format], own.value_width, found.sums
     words = -(-size // each)
-    partials, tops = (own.take_buffer(name, "float32") for name in _SPANS)
+    partials, tops = spans
     # The last place of a slice is its sum of weights.
     pitch = len(sums) * _KEYS * each if slices == 1 else words * each
     shared = c.share(slices * (pitch + 1))
@@ -286,26 +275,24 @@ def emit_join(own: Arguments) -> None:
     """A thread joins the spans of an element."""
     own.kernel.block = (_KEYS, 1, 1)
     size = own.value_width
-    partials, tops = (own.take_buffer(name, "float32") for name in _SPANS)
-    arrays = own.take_some("y", "sinks")
-    y_stride, spans, tokens = own.number("y_stride", "spans", "tokens")
+    partials, tops = _take_spans(own)
     groups = Axis(times=-(-own.heads * size // _KEYS))
     with own.kernel.run(groups, Axis(number="tokens")) as place:
         token = place.group[1]
         element = c.let(place.group[0] * _KEYS + place.thread[0])
         with c.when(element < own.heads * size):
             head, inside = divide(element, size), c.let(T.floormod(element, size))
-            sink = c.let(arrays["sinks"][head]) if "sinks" in arrays else None
+            sink = c.let(own.sinks[head]) if own.has_sinks else None
             top = c.Cell(c.number(_LOWEST) if sink is None else sink)
             total, found = c.Cell(c.number(0.0)), c.Cell(c.number(0.0))
-            with T.serial(spans) as span:
-                row = c.let((span * tokens + token) * own.heads + head)
+            with T.serial(own.spans) as span:
+                row = c.let((span * own.tokens + token) * own.heads + head)
                 top.set(T.max(top.get(), tops[row * 2]))
-            with T.serial(spans) as span:
-                row = c.let((span * tokens + token) * own.heads + head)
+            with T.serial(own.spans) as span:
+                row = c.let((span * own.tokens + token) * own.heads + head)
                 share = c.let(T.exp(tops[row * 2] - top.get()))
                 total.add(share * tops[row * 2 + 1])
                 found.add(share * partials[row * size + inside])
             if sink is not None:
                 total.add(T.exp(sink - top.get()))
-            arrays["y"].put(token * y_stride + element, found.get() / total.get())
+            own.y.put(token * own.y_stride + element, found.get() / total.get())

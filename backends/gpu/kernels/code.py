@@ -33,7 +33,6 @@ from pi2.plan.weights.layout import GROUP, Precision
 Expr = Any
 Buffer = Any
 Read = Callable[[Expr], Expr]
-Write = Callable[[Expr, Expr], None]
 
 
 class Cell:
@@ -122,6 +121,18 @@ def add_in_group(
     return total
 
 
+def add_squares(
+    read: Read, count: Expr | int, thread: Expr, threads: int, shared: Buffer | None = None
+) -> Expr:
+    """Return the sum of the squares of elements likewise."""
+
+    def square(element: Expr) -> Expr:
+        value = let(read(element))
+        return value * value
+
+    return add_in_group(square, count, thread, threads, shared)
+
+
 def find_norm(
     read: Read,
     count: Expr | int,
@@ -132,13 +143,8 @@ def find_norm(
 ) -> Expr:
     """Return the factor that makes the root mean square of ``count`` elements 1, the same in all
     threads."""
-
-    def square(element: Expr) -> Expr:
-        value = let(read(element))
-        return value * value
-
     size = number(count) if isinstance(count, int) else T.cast(count, "float32")
-    mean = add_in_group(square, count, thread, threads, shared) / size
+    mean = add_squares(read, count, thread, threads, shared) / size
     return let(number(1.0) / T.sqrt(mean + epsilon))
 
 
@@ -199,10 +205,6 @@ class Kernel:
         self._expressions[name] = T.arg(name, getattr(T, dtype)())
         return self._expressions[name]
 
-    def find_number(self, name: str) -> Expr:
-        """Return a number that has been taken."""
-        return self._expressions[name]
-
     @contextmanager
     def run(self, x: Axis = ONCE, y: Axis = ONCE) -> Iterator[Place]:
         """Add what every thread does, in as many work groups as the axes say."""
@@ -225,8 +227,6 @@ class Kernel:
     @contextmanager
     def run_elements(self, count: int) -> Iterator[tuple[Expr, Expr]]:
         """Add the body for a thread for each of ``count`` elements of ``tokens``."""
-        if "tokens" not in self.numbers:
-            self.take_number("tokens")
         width = self.block[0]
         with self.run(Axis(times=-(-count // width)), Axis(number="tokens")) as place:
             element = let(place.group[0] * width + place.thread[0])
@@ -237,8 +237,6 @@ class Kernel:
     def run_vectors(self) -> Iterator[tuple[Expr, Expr]]:
         """Add the body for a thread for each element of tokens' vectors, and a few beyond: number
         ``length`` says how many there are."""
-        if "tokens" not in self.numbers:
-            self.take_number("tokens")
         width = self.block[0]
         with self.run(Axis(number="length", per=width), Axis(number="tokens")) as place:
             yield let(place.group[0] * width + place.thread[0]), place.group[1]
@@ -297,13 +295,8 @@ def count_words(precision: Precision) -> int:
     return find_packing(precision).bits
 
 
-def list_elements(precision: Precision, word: int) -> list[int]:
-    """Return which elements of a group word ``word`` holds, in the order of `unpack_word`."""
-    return [int(element) for element in place_elements(precision, word)]
-
-
-def place_elements(precision: Precision, word: Expr) -> list[Expr]:
-    """Return which elements a group's word holds, for a word that only the device knows."""
+def place_elements(precision: Precision, word: Expr | int) -> list[Any]:
+    """Return which elements of a group its word ``word`` holds, in the order of `unpack_word`."""
     packing = find_packing(precision)
     if packing.is_plain:
         return [2 * word + index for index in range(2)]

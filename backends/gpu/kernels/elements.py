@@ -17,92 +17,79 @@ HEAD_THREADS = 64
 
 
 def emit_normalize(own: Arguments) -> None:
-    own.kernel.block, threads = _WIDE, _WIDE[0]
-    arrays = own.take_some("x", "y", "weights", "bias")
-    x_stride, y_stride, length, _ = own.number("x_stride", "y_stride", "length", "tokens")
-    epsilon, factor = own.real("epsilon", "factor")
+    own.kernel.block, threads, length = _WIDE, _WIDE[0], own.length
     with own.kernel.run(Axis(number="tokens")) as place:
         token, thread = place.group[0], place.thread[0]
-        x, y = arrays["x"].skip(token * x_stride), arrays["y"].skip(token * y_stride)
+        x, y = own.x.skip(token * own.x_stride), own.y.skip(token * own.y_stride)
         shared, mean = c.share(threads), c.number(0.0)
         if own.centred:
             total = c.add_in_group(lambda index: x[index], length, thread, threads, shared)
             mean = c.let(total / T.cast(length, "float32"))
-        scale = c.find_norm(lambda index: x[index] - mean, length, epsilon, thread, threads, shared)
+        scale = c.find_norm(
+            lambda index: x[index] - mean, length, own.epsilon, thread, threads, shared
+        )
         with c.walk(length, thread, threads) as element:
             value = (x[element] - mean) * scale
-            if "weights" in arrays:
-                value = value * arrays["weights"][element]
-            if "bias" in arrays:
-                value = value + arrays["bias"][element]
-            value = value * factor
+            if own.has_weights:
+                value = value * own.weights[element]
+            if own.has_bias:
+                value = value + own.bias[element]
+            value = value * own.factor
             y.put(element, c.let(value + y[element] if own.added else value))
 
 
 def emit_cap(own: Arguments) -> None:
-    x, y = own.take("x", "y")
-    x_stride, y_stride, length = own.number("x_stride", "y_stride", "length")
-    limit, factor = own.real("limit", "factor")
-    with own.kernel.run_vectors() as (element, token), c.when(element < length):
-        value = c.let(x[token * x_stride + element] * factor)
-        is_soft = limit > c.number(0.0)
-        size = c.let(T.Select(is_soft, limit, c.number(1.0)))
+    with own.kernel.run_vectors() as (element, token), c.when(element < own.length):
+        value = c.let(own.x[token * own.x_stride + element] * own.factor)
+        is_soft = own.limit > c.number(0.0)
+        size = c.let(T.Select(is_soft, own.limit, c.number(1.0)))
         capped = c.let(size * compute_tanh(c.let(value / size)))
-        y.put(token * y_stride + element, T.Select(is_soft, capped, value))
+        own.y.put(token * own.y_stride + element, T.Select(is_soft, capped, value))
 
 
 def emit_term(own: Arguments) -> None:
-    arrays = own.take_some("x", "y", "weights")
-    x, y = arrays["x"], arrays["y"]
-    x_stride, y_stride, length = own.number("x_stride", "y_stride", "length")
-    with own.kernel.run_vectors() as (element, token), c.when(element < length):
-        value, target = x[token * x_stride + element], c.let(token * y_stride + element)
-        is_factor = "weights" in arrays
-        y.put(target, value * arrays["weights"][element] if is_factor else value + y[target])
+    with own.kernel.run_vectors() as (element, token), c.when(element < own.length):
+        value = own.x[token * own.x_stride + element]
+        target = c.let(token * own.y_stride + element)
+        is_factor = own.has_weights
+        own.y.put(target, value * own.weights[element] if is_factor else value + own.y[target])
 
 
 def emit_grow(own: Arguments) -> None:
-    x, positions, factors = own.take("x", "positions", "factors")
-    x_stride, length = own.number("x_stride", "length")
-    with own.kernel.run_vectors() as (element, token), c.when(element < length):
-        index = c.let(token * x_stride + element)
-        x.put(index, x[index] * factors[positions[token]])
+    with own.kernel.run_vectors() as (element, token), c.when(element < own.length):
+        index = c.let(token * own.x_stride + element)
+        own.x.put(index, own.x[index] * own.factors[own.positions[token]])
 
 
 def emit_turn(own: Arguments) -> None:
     """A work group turns and normalises a head; elements that do not turn stay without a norm."""
     own.kernel.block = (HEAD_THREADS, 1, 1)
     norm, rotated = NORM_PLACES[own.norm_place], own.rotated
-    names = ["x", *(["positions", "cos", "sin"] if rotated else [])]
-    names += [] if norm == "none" else ["weights"]
-    arrays = dict(zip(names, own.take(*names), strict=True))
-    x_stride, table_stride, *_ = own.number("x_stride", "table_stride", "heads", "tokens")
-    (epsilon,) = own.real("epsilon")
     size = rotated if norm == "none" else own.head_dim
     with own.kernel.run(Axis(number="heads"), Axis(number="tokens")) as place:
         head, token, thread = *place.group, place.thread[0]
-        x, vector = arrays["x"].skip(token * x_stride + head * own.head_dim), c.share(size)
+        x, vector = own.x.skip(token * own.x_stride + head * own.head_dim), c.share(size)
         with c.walk(size, thread, HEAD_THREADS) as element:
             c.store(vector, element, x[element])
         c.wait_for_group()
 
         def scale(values: c.Buffer) -> c.Expr:
-            return c.find_norm(lambda index: values[index], size, epsilon, thread, HEAD_THREADS)
+            return c.find_norm(lambda index: values[index], size, own.epsilon, thread, HEAD_THREADS)
 
         factor = scale(vector) if norm == "before" else None
         turned = c.share(size) if norm == "after" else None
 
         def read(index: c.Expr) -> c.Expr:
             value = c.let(vector[index])
-            return value if factor is None else c.let(value * factor * arrays["weights"][index])
+            return value if factor is None else c.let(value * factor * own.weights[index])
 
         def write(index: c.Expr, value: c.Expr) -> None:
             x.put(index, value) if turned is None else c.store(turned, index, value)
 
         if rotated:
-            half, at = rotated // 2, c.let(arrays["positions"][token] * table_stride)
+            half, at = rotated // 2, c.let(own.positions[token] * own.table_stride)
             with c.walk(half, thread, HEAD_THREADS) as pair:
-                cos, sin = (c.let(arrays[name][at + pair]) for name in ("cos", "sin"))
+                cos, sin = c.let(own.cos[at + pair]), c.let(own.sin[at + pair])
                 low, high = read(pair), read(pair + half)
                 write(pair, low * cos - high * sin)
                 write(pair + half, high * cos + low * sin)
@@ -112,29 +99,21 @@ def emit_turn(own: Arguments) -> None:
             c.wait_for_group()
             factor = scale(turned)
             with c.walk(size, thread, HEAD_THREADS) as element:
-                x.put(element, turned[element] * factor * arrays["weights"][element])
+                x.put(element, turned[element] * factor * own.weights[element])
 
 
 def emit_gate_heads(own: Arguments) -> None:
     """A work group gates and normalises a head, or moves it."""
     own.kernel.block = (HEAD_THREADS, 1, 1)
     norm, kind = NORM_PLACES[own.norm_place], own.kind
-    names = ["x", "x_of", "y", "y_of", *(["gates", "gate_of"] if kind >= 0 else [])]
-    names += [] if norm == "none" else ["weights"]
-    arrays = dict(zip(names, own.take(*names), strict=True))
-    x_stride, y_stride, gates_stride, gate_each, weights_step, width, *_ = own.number(
-        *("x_stride", "y_stride", "gates_stride", "gate_each", "weights_step", "width"),
-        *("heads", "tokens"),
-    )
-    (epsilon,) = own.real("epsilon")
     with own.kernel.run(Axis(number="heads"), Axis(number="tokens")) as place:
         head, token, thread = *place.group, place.thread[0]
-        x = arrays["x"].skip(token * x_stride + arrays["x_of"][head])
-        y = arrays["y"].skip(token * y_stride + arrays["y_of"][head])
+        x = own.x.skip(token * own.x_stride + own.x_of[head])
+        y = own.y.skip(token * own.y_stride + own.y_of[head])
 
         def open_gate(index: c.Expr) -> c.Expr:
-            first = token * gates_stride + arrays["gate_of"][head]
-            gate = c.let(arrays["gates"][first + gate_each * index])
+            first = token * own.gates_stride + own.gate_of[head]
+            gate = c.let(own.gates[first + own.gate_each * index])
             if GATES[kind] == "softplus":
                 return soften(gate)
             return c.let(c.squash(gate) * (gate if GATES[kind] == "silu" else c.number(1.0)))
@@ -145,11 +124,11 @@ def emit_gate_heads(own: Arguments) -> None:
 
         factor = None
         if norm != "none":
-            factor = c.find_norm(read, width, epsilon, thread, HEAD_THREADS)
-        with c.walk(width, thread, HEAD_THREADS) as index:
+            factor = c.find_norm(read, own.width, own.epsilon, thread, HEAD_THREADS)
+        with c.walk(own.width, thread, HEAD_THREADS) as index:
             value = read(index)
             if factor is not None:
-                weight = arrays["weights"][head * weights_step + index]
+                weight = own.weights[head * own.weights_step + index]
                 value = c.let(value * factor * weight)
             if kind >= 0 and norm != "after":
                 value = value * open_gate(index)

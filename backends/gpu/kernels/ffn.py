@@ -24,15 +24,7 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels import products as many
 from pi2.backends.gpu.kernels.code import Weights, count_words, unpack_word
-from pi2.backends.gpu.kernels.products import (
-    BLOCK,
-    FEW,
-    ROWS,
-    SLICES,
-    Matrix,
-    multiply_few,
-    multiply_many,
-)
+from pi2.backends.gpu.kernels.products import BLOCK, FEW, ROWS, SLICES, Matrix, Store, make_product
 from pi2.backends.gpu.kernels.specification import Axis, FfnKernels
 from pi2.plan.weights.layout import GROUP, Precision
 
@@ -56,13 +48,15 @@ _JOINED = 256
 """Threads of a work group of ``join``."""
 
 
-def list_few_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
-    """Make those for few tokens, and ``join``."""
+def list_ffn_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
+    """Make all of them; neurons in rows are computed one by one for few tokens."""
     for tokens in FEW:
         if not ffn.in_rows:
             yield make_values(ffn, fp16, tokens)
         yield make_sums(ffn, fp16, tokens)
     yield make_join(ffn)
+    yield make_values(ffn, fp16, many.TOKENS)
+    yield make_many_sums(ffn, fp16)
 
 
 class Epilogue:
@@ -93,32 +87,29 @@ class Epilogue:
         return value if weight is None or self._ffn.weighs_input else value * weight
 
 
-class _Values(Epilogue):
-    """Writes values of neurons."""
+def _take_values(kernel: c.Kernel, ffn: FfnKernels) -> Store:
+    """Declare what values of neurons are made of, and where they go."""
+    epilogue, values = Epilogue(kernel, ffn), kernel.take_array("values", "float32")
 
-    def __init__(self, kernel: c.Kernel, ffn: FfnKernels) -> None:
-        super().__init__(kernel, ffn)
-        self._values = kernel.take_array("values", "float32")
+    def store(token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
+        c.store(values, token * rows + row, epilogue.compute(row, token, products))
 
-    def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
-        c.store(self._values, token * rows + row, self.compute(row, token, products))
+    return store
 
 
-def _describe_inputs(ffn: FfnKernels) -> Matrix:
-    return Matrix(
+def make_values(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
+    """Make ``values_N``: with 64 tokens, a work group has 32 gates and their up rows, or 64 up rows
+    where there are no gates."""
+    inputs = Matrix(
         name="gate_up",
         count="count",
         length=ffn.hidden,
         precision=ffn.precision,
-        make=lambda kernel: _Values(kernel, ffn),
+        make=lambda kernel: _take_values(kernel, ffn),
         parts=ffn.parts,
         in_rows=ffn.in_rows,
     )
-
-
-def make_values(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
-    """Make ``values_N`` for N few tokens."""
-    return multiply_few("values", _describe_inputs(ffn), fp16, count)
+    return make_product("values", inputs, fp16, count)
 
 
 def make_sums(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
@@ -246,16 +237,6 @@ def make_join(ffn: FfnKernels) -> c.Kernel:
                 total.add(partials[part * tokens * ffn.hidden + index])
             c.store(sums, index, total.get())
     return kernel
-
-
-def list_many_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
-    yield make_many_values(ffn, fp16)
-    yield make_many_sums(ffn, fp16)
-
-
-def make_many_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    """Make ``values_64``: 32 gates and their up rows, or 64 up rows where there are no gates."""
-    return multiply_many("values", _describe_inputs(ffn), fp16)
 
 
 def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:

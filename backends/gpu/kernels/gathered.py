@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.code import Weights, count_words, list_elements, unpack_word
+from pi2.backends.gpu.kernels.code import Weights, count_words, place_elements, unpack_word
 from pi2.backends.gpu.kernels.ffn import Epilogue, emit_sums
 from pi2.backends.gpu.kernels.products import BLOCK, ROWS, SLICES
 from pi2.backends.gpu.kernels.specification import Axis, FfnKernels, SelectKernels
@@ -223,8 +223,8 @@ def _add_word(
     group = c.let(T.floordiv(word, words))
     in_group = c.let(T.floormod(word, words))
     # Of every word the first element differs alone.
-    elements = list_elements(ffn.precision, 0)
-    step = list_elements(ffn.precision, 1)[0] - elements[0]
+    elements = place_elements(ffn.precision, 0)
+    step = place_elements(ffn.precision, 1)[0] - elements[0]
     first = c.let(begin + group * GROUP + in_group * step)
     read = [c.let(inputs[first + element]) for element in elements]
     for part, cell in enumerate(sums):

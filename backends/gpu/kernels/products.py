@@ -7,18 +7,11 @@ multiplied with its own inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.gpu.kernels import code as c
-from pi2.backends.gpu.kernels.code import (
-    Weights,
-    count_words,
-    list_elements,
-    place_elements,
-    unpack_word,
-)
+from pi2.backends.gpu.kernels.code import Weights, count_words, place_elements, unpack_word
 from pi2.backends.gpu.kernels.specification import Axis, ProductKernels
 from pi2.plan.weights.layout import GROUP, Precision
 
@@ -108,10 +101,10 @@ def _add_group(
     found = [c.make_zeros(tiles.parts) for _ in inputs_of]
     firsts = [c.let(begin + group * (GROUP // 4)) for begin in inputs_of]
     # As many words as hold whole vectors of 4 inputs.
-    step = max(1, 4 // len(list_elements(precision, 0)))
+    step = max(1, 4 // len(place_elements(precision, 0)))
     for start in range(0, count_words(precision), step):
         span = range(start, start + step)
-        elements = [element for word in span for element in list_elements(precision, word)]
+        elements = [element for word in span for element in place_elements(precision, word)]
         numbers = [
             [value for word in span for value in unpack_word(precision, words[part][word])]
             for part in parts
@@ -297,11 +290,8 @@ FEW = (1, 4)
 _TILES = COLUMNS // STRIP
 
 
-class Result(Protocol):
-    """Takes the products of a kernel."""
-
-    def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
-        """Write the products of a token with the vectors of ``row``, one of ``rows``."""
+Store = Callable[[c.Expr, c.Expr, c.Expr, list[c.Expr]], None]
+"""Writes the products of a token and of a row's vectors: token, number of rows, row, products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,8 +304,8 @@ class Matrix:
     """Names the number of its rows."""
     length: int
     precision: Precision
-    make: Callable[[c.Kernel], Result]
-    """Adds the parameters of the results."""
+    make: Callable[[c.Kernel], Store]
+    """Adds the parameters of the results, and returns what writes them."""
     parts: int = 1
     """Vectors of a row, at most 2."""
     blocks: int = 1
@@ -354,13 +344,15 @@ class _Inputs:
         return c.let(T.floordiv(first, vector))
 
 
-def multiply_few(name: str, matrix: Matrix, fp16: bool, count: int) -> c.Kernel:
-    """Make ``NAME_N`` for N few tokens."""
+def make_product(name: str, matrix: Matrix, fp16: bool, count: int) -> c.Kernel:
+    """Make ``NAME_N`` for N tokens: few, or `TOKENS`."""
+    if count == TOKENS:
+        return _multiply_many(name, matrix, fp16)
     kernel = c.Kernel(f"{name}_{count}", BLOCK)
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32x4")
         weights = Weights.take(kernel, matrix.name, matrix.precision, VECTOR, fp16)
-        result = matrix.make(kernel)
+        store = matrix.make(kernel)
         rows, tokens = kernel.take_number(matrix.count), kernel.take_number("tokens")
         source = _Inputs(kernel, matrix)
         axes = Axis(number=matrix.count, per=ROWS), Axis(number="tokens", per=count)
@@ -377,21 +369,21 @@ def multiply_few(name: str, matrix: Matrix, fp16: bool, count: int) -> c.Kernel:
             def finish(row: c.Expr, turn: c.Expr, products: list[c.Expr]) -> None:
                 token, row = c.let(base + turn), c.let(tile * ROWS + row)
                 with c.when(T.And(token < tokens, T.And(row >= source.begin, row < rows))):
-                    result.store(token, rows, row - source.begin, products)
+                    store(token, rows, row - source.begin, products)
 
             tiles = Tiles(weights, matrix.parts, matrix.length)
             emit_few(tiles, inputs, place, c.let(source.tile + tile), firsts, finish)
     return kernel
 
 
-def multiply_many(name: str, matrix: Matrix, fp16: bool) -> c.Kernel:
+def _multiply_many(name: str, matrix: Matrix, fp16: bool) -> c.Kernel:
     """Make ``NAME_64``: two vectors of 32 rows, or one of 64."""
     kernel = c.Kernel(f"{name}_{TOKENS}", TILE_BLOCK)
     groups, parts, tiles = matrix.length // GROUP, matrix.parts, _TILES // matrix.parts
     with kernel.declare():
         inputs = kernel.take_array("inputs", "float32")
         weights = Weights.take(kernel, matrix.name, matrix.precision, 1, fp16)
-        result = matrix.make(kernel)
+        store = matrix.make(kernel)
         rows, tokens = kernel.take_number(matrix.count), kernel.take_number("tokens")
         source = _Inputs(kernel, matrix)
         axes = Axis(number=matrix.count, per=ROWS * tiles), Axis(number="tokens", per=TOKENS)
@@ -427,7 +419,7 @@ def multiply_many(name: str, matrix: Matrix, fp16: bool) -> c.Kernel:
                     is_own = T.And(row >= source.begin, row < rows)
                     with c.when(T.And(token < tokens, is_own)):
                         own = products[index * parts : (index + 1) * parts]
-                        result.store(token, rows, row - source.begin, own)
+                        store(token, rows, row - source.begin, own)
 
             emit_many(place, T.int32(groups), load, finish)
     return kernel
@@ -439,37 +431,33 @@ def list_product_kernels(product: ProductKernels, fp16: bool) -> Iterator[c.Kern
         count="rows",
         length=product.length,
         precision=product.precision,
-        make=lambda kernel: _Product(kernel, product),
+        make=lambda kernel: _take_outputs(kernel, product),
         blocks=product.blocks,
         is_placed=True,
     )
-    for tokens in FEW:
-        yield multiply_few(product.name, matrix, fp16, tokens)
-    if product.blocks == 1:
-        yield multiply_many(product.name, matrix, fp16)
+    for tokens in FEW if product.blocks > 1 else (*FEW, TOKENS):
+        yield make_product(product.name, matrix, fp16, tokens)
 
 
-class _Product:
-    def __init__(self, kernel: c.Kernel, product: ProductKernels) -> None:
-        self._product = product
-        self._biases = kernel.take_array("biases", "float32") if product.bias else None
-        self._outputs = kernel.take_array("outputs", "float32")
-        names = [name for name in NUMBERS[5:] if product.bias or name != "biases_at"]
-        self._numbers = {name: kernel.take_number(name) for name in names}
-        self._factor = kernel.take_number("factor", "float32")
+def _take_outputs(kernel: c.Kernel, product: ProductKernels) -> Store:
+    biases = kernel.take_array("biases", "float32") if product.bias else None
+    outputs = kernel.take_array("outputs", "float32")
+    names = [name for name in NUMBERS[5:] if product.bias or name != "biases_at"]
+    numbers = {name: kernel.take_number(name) for name in names}
+    factor = kernel.take_number("factor", "float32")
 
-    def store(self, token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
-        value, product, numbers, row = products[0], self._product, self._numbers, c.let(row)
+    def store(token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
+        value, row = products[0], c.let(row)
         index = numbers["outputs_at"] + token * numbers["outputs_stride"] + row
         if product.blocks > 1:
             size = c.let(T.floordiv(rows, product.blocks))
             index = index + T.floordiv(row, size) * (numbers["outputs_each"] - size)
         index = c.let(index)
-        if self._biases is not None:
-            value = c.let(value + self._biases[numbers["biases_at"] + row])
+        if biases is not None:
+            value = c.let(value + biases[numbers["biases_at"] + row])
         if product.relu:
             value = T.max(value, c.number(0.0))
-        value = value * self._factor
-        if product.adds:
-            value = self._outputs[index] + value
-        c.store(self._outputs, index, value)
+        value = value * factor
+        c.store(outputs, index, outputs[index] + value if product.adds else value)
+
+    return store

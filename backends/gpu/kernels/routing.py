@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 from pi2.backends.blocks.contract import ROUTERS
 from pi2.backends.gpu.kernels import code as c
 from pi2.backends.gpu.kernels.arguments import Arguments
-from pi2.backends.gpu.kernels.code import Weights, count_words, list_elements, unpack_word
+from pi2.backends.gpu.kernels.code import Weights, count_words, place_elements, unpack_word
 from pi2.backends.gpu.kernels.products import ROWS, VECTOR, Tiles
 from pi2.backends.gpu.kernels.specification import Axis, FfnKernels
 from pi2.formats import find_format, find_packing
@@ -28,17 +28,15 @@ def emit_take_rows(own: Arguments) -> None:
     precision = own.step.format
     length = own.blocks * find_format(find_packing(precision).joined).block
     weights = Weights.take(own.kernel, "matrix", precision, VECTOR, own.fp16)
-    numbers, y = own.take("numbers", "y")
-    (y_stride,), (given,) = own.number("y_stride"), own.real("factor")
     tiles = Tiles(weights, 1, length)
     with own.kernel.run_elements(length // GROUP) as (group, token):
-        row = c.let(numbers[token])
+        row = c.let(own.numbers[token])
         tile, in_tile = c.let(T.floordiv(row, ROWS)), c.let(T.floormod(row, ROWS))
         words = tiles.load_group(tile, 0, group, in_tile)
-        factor = c.let(tiles.load_scale(tile, 0, group, in_tile) * given)
-        target = y.skip(token * y_stride + group * GROUP)
+        factor = c.let(tiles.load_scale(tile, 0, group, in_tile) * own.factor)
+        target = own.y.skip(token * own.y_stride + group * GROUP)
         for number in range(count_words(precision)):
-            elements = list_elements(precision, number)
+            elements = place_elements(precision, number)
             values = unpack_word(precision, words[number])
             for element, value in zip(elements, values, strict=True):
                 value = value * factor
@@ -47,22 +45,15 @@ def emit_take_rows(own: Arguments) -> None:
 
 def emit_multiply(own: Arguments) -> None:
     """A work group multiplies a row of float32 with a token."""
-    own.kernel.block = (_THREADS, 1, 1)
-    own.take_buffer("weights", "float32")
-    own.take_buffer("x", "float32")
-    arrays = own.take_some("weights", "x", "y", "bias")
-    x_stride, y_stride, length, _, _ = own.number(
-        *("x_stride", "y_stride", "blocks", "rows", "tokens")
-    )
-    (factor,) = own.real("factor")
+    own.kernel.block, length = (_THREADS, 1, 1), own.blocks
     with own.kernel.run(Axis(number="rows"), Axis(number="tokens")) as place:
         row, token, thread = *place.group, place.thread[0]
-        x, weights = arrays["x"].skip(token * x_stride), arrays["weights"].skip(row * length)
+        x, weights = own.x.skip(token * own.x_stride), own.weights.skip(row * length)
         total = c.add_in_group(lambda index: x[index] * weights[index], length, thread, _THREADS)
         with c.when(thread == 0):
-            value = total + arrays["bias"][row] if "bias" in arrays else total
-            target, value = c.let(token * y_stride + row), c.let(value * factor)
-            arrays["y"].put(target, arrays["y"][target] + value if own.added else value)
+            value = total + own.bias[row] if own.has_bias else total
+            target, value = c.let(token * own.y_stride + row), c.let(value * own.factor)
+            own.y.put(target, own.y[target] + value if own.added else value)
 
 
 def emit_route(own: Arguments) -> None:
@@ -71,19 +62,16 @@ def emit_route(own: Arguments) -> None:
     own.kernel.block = (_THREADS, 1, 1)
     experts, active = own.experts, own.active
     turns = range(-(-experts // _THREADS))
-    arrays = own.take_some("scores", "chosen", "weights", "choice_bias")
-    scores_stride, *_ = own.number("scores_stride", "active_groups", "tokens")
-    (scaling,) = own.real("scaling")
     with own.kernel.run(Axis(number="tokens")) as place:
         token, thread = place.group[0], place.thread[0]
-        scores = arrays["scores"].skip(token * scores_stride)
+        scores = own.scores.skip(token * own.scores_stride)
         shares, wanted, weights = (c.share(experts) for _ in range(3))
         find_share = _make_shares(own, lambda expert: scores[expert])
         with c.walk(experts, thread, _THREADS) as expert:
             share = find_share(expert)
             c.store(shares, expert, share)
-            biases = arrays.get("choice_bias")
-            c.store(wanted, expert, share if biases is None else share + biases[expert])
+            is_moved = own.has_choice_bias
+            c.store(wanted, expert, share + own.choice_bias[expert] if is_moved else share)
         c.wait_for_group()
         if own.groups > 1:
             _leave_out_groups(own, wanted, thread)
@@ -101,13 +89,13 @@ def emit_route(own: Arguments) -> None:
             with T.serial(experts) as other:
                 total.add(weights[other])
             total.set(T.max(total.get(), c.number(_SMALLEST_SUM)))
-        factor = c.let(scaling / total.get())
+        factor = c.let(own.scaling / total.get())
         for turn, better in zip(turns, places, strict=True):
             expert = c.let(thread + turn * _THREADS)
             with c.when(T.And(expert < experts, better < active)):
                 at = c.let(token * active + better)
-                arrays["chosen"].put(at, expert)
-                arrays["weights"].put(at, weights[expert] * factor)
+                own.chosen.put(at, expert)
+                own.weights.put(at, weights[expert] * factor)
 
 
 def _make_shares(own: Arguments, read: c.Read) -> c.Read:
@@ -124,7 +112,7 @@ def _make_shares(own: Arguments, read: c.Read) -> c.Read:
 
 def _leave_out_groups(own: Arguments, wanted: c.Buffer, thread: c.Expr) -> None:
     groups, size = own.groups, own.experts // own.groups
-    active_groups, worths = own.kernel.find_number("active_groups"), c.share(groups)
+    worths = c.share(groups)
     with c.walk(groups, thread, _THREADS) as group:
         best, second = c.Cell(c.number(_LOWEST)), c.Cell(c.number(_LOWEST))
         with T.serial(size) as index:
@@ -137,7 +125,7 @@ def _leave_out_groups(own: Arguments, wanted: c.Buffer, thread: c.Expr) -> None:
     with c.walk(own.experts, thread, _THREADS) as expert:
         better = _count_better(worths, T.floordiv(expert, size), groups)
         lowest = c.number(_LOWEST)
-        c.store(wanted, expert, T.Select(better < active_groups, wanted[expert], lowest))
+        c.store(wanted, expert, T.Select(better < own.active_groups, wanted[expert], lowest))
     c.wait_for_group()
 
 
@@ -155,25 +143,17 @@ def _count_better(values: c.Buffer, place: c.Expr, count: int) -> c.Expr:
 
 
 def emit_spread(own: Arguments) -> None:
-    arrays = own.take_some("chosen", "weights", "y", "scores")
-    y_stride, scores_stride, experts, length = own.number(
-        *("y_stride", "scores_stride", "experts", "length")
-    )
-    (factor,) = own.real("factor")
-    with own.kernel.run_vectors() as (expert, token), c.when(expert < length):
+    with own.kernel.run_vectors() as (expert, token), c.when(expert < own.length):
         weight = c.Cell(c.number(0.0))
         with T.serial(own.active) as place:
             at = c.let(token * own.active + place)
-            own_weight = T.Select(
-                arrays["chosen"][at] == expert, arrays["weights"][at], c.number(0.0)
-            )
-            weight.add(own_weight)
-        rest = factor
-        if "scores" in arrays:
-            rest = c.let(factor * c.squash(c.let(arrays["scores"][token * scores_stride])))
-        is_shared = T.And(expert >= experts, expert < experts + own.shared)
+            weight.add(T.Select(own.chosen[at] == expert, own.weights[at], c.number(0.0)))
+        rest = own.factor
+        if own.has_scores:
+            rest = c.let(rest * c.squash(c.let(own.scores[token * own.scores_stride])))
+        is_shared = T.And(expert >= own.experts, expert < own.experts + own.shared)
         value = T.Select(is_shared, rest, weight.get())
-        arrays["y"].put(token * y_stride + expert, value)
+        own.y.put(token * own.y_stride + expert, value)
 
 
 def make_spread_biases(ffn: FfnKernels) -> c.Kernel:
@@ -181,6 +161,7 @@ def make_spread_biases(ffn: FfnKernels) -> c.Kernel:
     with kernel.declare():
         y, biases = kernel.take_array("sums", "float32"), kernel.take_array("biases", "float32")
         routes, adds = kernel.take_array("routes", "float32"), kernel.take_number("adds")
+        kernel.take_number("tokens")
         with kernel.run_elements(ffn.hidden) as (element, token):
             total, first = c.Cell(c.number(0.0)), c.let(token * ffn.experts)
             target = c.let(token * ffn.hidden + element)

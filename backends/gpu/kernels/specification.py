@@ -4,9 +4,11 @@ Plain Python: no TVM.  Two programs with equal specifications share one compiled
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from zlib import crc32
 
 from pi2.plan.documents.model_parts import SMOOTH_ACTIVATIONS, Ffn
@@ -64,8 +66,24 @@ class Signature:
         return first.count(numbers), second.count(numbers)
 
 
+class _Written:
+    """Data that other processes read as JSON."""
+
+    def to_json(self) -> str:
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(type(self)).dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(cls).validate_json(text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelImage:
+class KernelImage(_Written):
     """Compiled kernels."""
 
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
@@ -74,18 +92,6 @@ class KernelImage:
     codes: tuple[bytes, ...]
     """OpenCL C sources, WGSL sources, or cubins."""
     kernels: Mapping[str, Signature]
-
-    def to_json(self) -> str:
-        from pydantic import TypeAdapter
-
-        return TypeAdapter(KernelImage).dump_json(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> KernelImage:
-        """Read what `to_json` wrote."""
-        from pydantic import TypeAdapter
-
-        return TypeAdapter(cls).validate_json(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,26 +173,18 @@ class ProductKernels:
         return "_".join(parts)
 
 
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 FIXED: Mapping[str, frozenset[str]] = {
-    kernel: frozenset(names.split())
-    for kernel, names in {
-        "normalize": "centred added",
-        "turn": "head_dim norm_place rotated",
-        "keep": "key_width value_width",
-        "attend": "heads group key_width value_width value_stride is_chunked",
-        "join": "heads value_width",
-        "gate_heads": "kind norm_place",
-        "route": "experts active kind groups best_two normalise",
-        "spread": "active shared",
-        "convolve": "window is_silu",
-        "prepare": "is_delta",
-        "recur": "heads key_dim value_dim is_delta",
-        "multiply": "added",
-        "take_rows": "blocks added",
-    }.items()
+    kernel: frozenset(names.split()) for kernel, names in _TABLES["fixed"].items()
 }
-"""Arguments of instructions that code depends on, by kernel; so do those named ``has_``.  All other
-arguments are numbers of a launch."""
+"""Arguments of instructions that code depends on, by kernel; so do those named ``has_``."""
+
+
+CACHES: Mapping[str, str] = {
+    **dict.fromkeys(("key_cache", "value_cache"), "uint32"),
+    **dict.fromkeys(("key_scales", "value_scales"), "float32"),
+}
+"""Arrays of instructions whose elements a plan chooses: words of them, or their scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +218,11 @@ class SelectKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSpec:
+class GpuSpec(_Written):
     """Kernels for a device."""
 
+    program: ClassVar[str] = "pi2.backends.gpu.kernels.compile"
+    """The module that makes the kernels; all files in its folder are their sources."""
     target: Target
     ffn: FfnKernels | None = None
     gathered: FfnKernels | None = None
@@ -236,20 +236,3 @@ class GpuSpec:
     steps: tuple[StepKernel, ...] = ()
     reads: bool = False
     """Whether the device's read rate is to be measured."""
-
-    @property
-    def program(self) -> str:
-        """The module that makes the kernels; all files in its folder are their sources."""
-        return "pi2.backends.gpu.kernels.compile"
-
-    def to_json(self) -> str:
-        from pydantic import TypeAdapter
-
-        return TypeAdapter(GpuSpec).dump_json(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> GpuSpec:
-        """Read what `to_json` wrote."""
-        from pydantic import TypeAdapter
-
-        return TypeAdapter(cls).validate_json(text)

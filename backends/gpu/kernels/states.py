@@ -26,37 +26,32 @@ def emit_convolve(own: Arguments) -> None:
     """A thread takes a channel through a run."""
     own.kernel.block = (_THREADS, 1, 1)
     kept = own.window - 1
-    earlier = ("sequences", "positions", "tails") if kept else ()
-    arrays = own.take_some("x", "weights", "y", "bias", "places", *earlier)
-    gates = own.take("before", "after") if own.has_gates else []
-    x_stride, y_stride, sequence_stride, channels, steps, _ = own.number(
-        *("x_stride", "y_stride", "sequence_stride", "channels", "steps", "runs")
-    )
     with own.kernel.run(Axis(number="channels", per=_THREADS), Axis(number="runs")) as place:
         at = c.let(place.group[0] * _THREADS + place.thread[0])
-        channel = c.let(T.min(at, channels - 1))
-        source = c.let(arrays["places"][channel]) if "places" in arrays else channel
-        first = c.let(place.group[1] * steps)
-        factors = [c.let(arrays["weights"][step * channels + channel]) for step in range(kept + 1)]
+        channel = c.let(T.min(at, own.channels - 1))
+        source = c.let(own.places[channel]) if own.has_places else channel
+        first = c.let(place.group[1] * own.steps)
+        weights = (own.weights[step * own.channels + channel] for step in range(kept + 1))
+        factors = [c.let(weight) for weight in weights]
         tail: list[c.Cell] = []
         if kept:
-            begin = arrays["sequences"][first] * sequence_stride + channel
-            position, tails = c.let(arrays["positions"][first]), arrays["tails"].skip(begin)
+            begin = own.sequences[first] * own.sequence_stride + channel
+            position, tails = c.let(own.positions[first]), own.tails.skip(begin)
             # A sequence that begins has nothing before it.
             tail += [
-                c.Cell(T.Select(position > 0, tails[step * channels], c.number(0.0)))
+                c.Cell(T.Select(position > 0, tails[step * own.channels], c.number(0.0)))
                 for step in range(kept)
             ]
-        with T.serial(steps) as turn:
-            row = c.let((first + turn) * x_stride + source)
-            value = c.let(arrays["x"][row])
-            if gates:
-                value = c.let(value * gates[0][row])
+        with T.serial(own.steps) as turn:
+            row = c.let((first + turn) * own.x_stride + source)
+            value = c.let(own.x[row])
+            if own.has_gates:
+                value = c.let(value * own.before[row])
             total = c.Cell(factors[kept] * value)
             for factor, cell in zip(factors, tail, strict=False):
                 total.add(factor * cell.get())
-            if "bias" in arrays:
-                total.add(arrays["bias"][channel])
+            if own.has_bias:
+                total.add(own.bias[channel])
             for cell, following in pairwise(tail):
                 cell.set(following.get())
             if tail:
@@ -64,58 +59,42 @@ def emit_convolve(own: Arguments) -> None:
             found = c.let(total.get())
             if own.is_silu:
                 found = c.let(found * c.squash(found))
-            if gates:
-                found = c.let(found * gates[1][row])
-            with c.when(at < channels):
-                arrays["y"].put((first + turn) * y_stride + at, found)
+            if own.has_gates:
+                found = c.let(found * own.after[row])
+            with c.when(at < own.channels):
+                own.y.put((first + turn) * own.y_stride + at, found)
         for step, cell in enumerate(tail):
-            with c.when(at < channels):
-                tails.put(step * channels, cell.get())
+            with c.when(at < own.channels):
+                tails.put(step * own.channels, cell.get())
 
 
 def emit_prepare(own: Arguments) -> None:
     """A work group makes the factors of a value head, and brings a key head to length 1."""
     own.kernel.block = (HEAD_THREADS, 1, 1)
-    names = ["entries", "entry_of", "steps", "step_of"] if own.is_delta else ["steps", "step_of"]
-    names += ["bias", "rates", "y", *(["queries", "keys"] if own.is_delta else [])]
-    arrays = dict(zip(names, own.take(*names), strict=True))
-    entries_stride, steps_stride, y_stride, x_stride, heads, key_heads, key_dim, _ = own.number(
-        *("entries_stride", "steps_stride", "y_stride", "x_stride", "heads", "key_heads"),
-        *("key_dim", "tokens"),
-    )
-    shortest, longest = own.real("shortest", "longest")
     with own.kernel.run(Axis(number="heads"), Axis(number="tokens")) as place:
         head, token, thread = *place.group, place.thread[0]
         if own.is_delta:
-            size = T.cast(key_dim, "float32")
-            for name, scale in (("queries", c.number(1.0) / T.sqrt(size)), ("keys", None)):
+            size, key_dim = T.cast(own.key_dim, "float32"), own.key_dim
+            for vectors, scale in ((own.queries, c.number(1.0) / T.sqrt(size)), (own.keys, None)):
                 # All heads take part: barriers are for whole groups.
-                key_head = T.min(head, key_heads - 1)
-                x = arrays[name].skip(token * x_stride + key_head * key_dim)
-                length = _find_square(x, key_dim, thread)
+                key_head = T.min(head, own.key_heads - 1)
+                x = vectors.skip(token * own.x_stride + key_head * key_dim)
+                length = c.add_squares(x.__getitem__, key_dim, thread, HEAD_THREADS)
                 factor = c.number(1.0) / T.sqrt(length + c.number(_SMALLEST_NORM))
                 factor = c.let(factor if scale is None else factor * scale)
-                with c.walk(key_dim, thread, HEAD_THREADS) as index, c.when(head < key_heads):
+                with c.walk(key_dim, thread, HEAD_THREADS) as index, c.when(head < own.key_heads):
                     x.put(index, x[index] * factor)
-        step = arrays["steps"][token * steps_stride + arrays["step_of"][head]]
-        soft = soften(c.let(step + arrays["bias"][head]))
+        step = own.steps[token * own.steps_stride + own.step_of[head]]
+        soft = soften(c.let(step + own.bias[head]))
         if own.is_delta:
-            place_of_entry = token * entries_stride + arrays["entry_of"][head]
-            entry = c.let(c.squash(c.let(arrays["entries"][place_of_entry])))
+            place_of_entry = token * own.entries_stride + own.entry_of[head]
+            entry = c.let(c.squash(c.let(own.entries[place_of_entry])))
         else:
-            entry = c.let(T.min(T.max(soft, shortest), longest))
-        decay = T.exp(arrays["rates"][head] * (soft if own.is_delta else entry))
+            entry = c.let(T.min(T.max(soft, own.shortest), own.longest))
+        decay = T.exp(own.rates[head] * (soft if own.is_delta else entry))
         with c.when(thread == 0):
-            arrays["y"].put(token * y_stride + head, entry)
-            arrays["y"].put(token * y_stride + heads + head, decay)
-
-
-def _find_square(x: Vector, count: c.Expr, thread: c.Expr) -> c.Expr:
-    def square(index: c.Expr) -> c.Expr:
-        value = c.let(x[index])
-        return value * value
-
-    return c.add_in_group(square, count, thread, HEAD_THREADS)
+            own.y.put(token * own.y_stride + head, entry)
+            own.y.put(token * own.y_stride + own.heads + head, decay)
 
 
 def emit_recur(own: Arguments) -> None:
@@ -124,22 +103,15 @@ def emit_recur(own: Arguments) -> None:
     own.kernel.block = (_LANES, _SLICES, 1)
     depth, width = own.key_dim, own.value_dim
     each, strips = -(-depth // _SLICES), -(-width // _LANES)
-    arrays = own.take_some(
-        *("queries", "keys", "values", "value_of", "factors", "memory", "y", "skip"),
-        *("sequences", "positions"),
-    )
-    x_stride, factors_stride, sequence_stride, y_stride, group, steps, _ = own.number(
-        *("x_stride", "factors_stride", "sequence_stride", "y_stride", "group", "steps", "runs")
-    )
     with own.kernel.run(Axis(times=own.heads * strips), Axis(number="runs")) as place:
         lane, part, _ = place.thread
         head = divide(place.group[0], strips)
         at = c.let(T.floormod(place.group[0], strips) * _LANES + lane)
         column = c.let(T.min(at, width - 1))
-        first = c.let(place.group[1] * steps)
-        sequence = c.let(arrays["sequences"][first])
-        position = c.let(arrays["positions"][first])
-        memory = arrays["memory"].skip(sequence * sequence_stride + head * (depth * width))
+        first = c.let(place.group[1] * own.steps)
+        sequence = c.let(own.sequences[first])
+        position = c.let(own.positions[first])
+        memory = own.memory.skip(sequence * own.sequence_stride + head * (depth * width))
         rows = [c.let(part * each + index) for index in range(each)]
         inside = [c.let(T.min(row, depth - 1)) for row in rows]
         cells = []
@@ -147,23 +119,23 @@ def emit_recur(own: Arguments) -> None:
             is_there = T.And(position > 0, row < depth)
             before = memory[known * width + column]
             cells.append(c.Cell(T.Select(is_there, before, c.number(0.0))))
-        first_key = divide(head, group) * depth
-        value_at = c.let(arrays["value_of"][head] + column)
+        first_key = divide(head, own.group) * depth
+        value_at = c.let(own.value_of[head] + column)
         sums = c.share(_SLICES * _LANES)
-        with T.serial(steps) as turn:
+        with T.serial(own.steps) as turn:
             token = c.let(first + turn)
 
-            def read(name: str) -> list[c.Expr]:
+            def read(vectors: Vector) -> list[c.Expr]:
                 """Elements of the head's key or query, 0 beyond them."""
-                x = arrays[name].skip(token * x_stride + first_key)
+                x = vectors.skip(token * own.x_stride + first_key)
                 return [
                     c.let(T.Select(row < depth, x[known], c.number(0.0)))
                     for row, known in zip(rows, inside, strict=True)
                 ]
 
-            keys, queries = read("keys"), read("queries")
-            value = c.let(arrays["values"][token * x_stride + value_at])
-            factors = arrays["factors"].skip(token * factors_stride + head)
+            keys, queries = read(own.keys), read(own.queries)
+            value = c.let(own.values[token * own.x_stride + value_at])
+            factors = own.factors.skip(token * own.factors_stride + head)
             entry, decay = c.let(factors[0]), c.let(factors[own.heads])
             added = value
             if own.is_delta:
@@ -175,10 +147,10 @@ def emit_recur(own: Arguments) -> None:
                 cell.set(cell.get() * decay + key * added)
             products = [cell.get() * query for cell, query in zip(cells, queries, strict=True)]
             mixed = _add_slices(sums, lane, part, products)
-            if "skip" in arrays:
-                mixed = mixed + arrays["skip"][head] * value
+            if own.has_skip:
+                mixed = mixed + own.skip[head] * value
             with c.when(T.And(part == 0, at < width)):
-                arrays["y"].put(token * y_stride + head * width + at, mixed)
+                own.y.put(token * own.y_stride + head * width + at, mixed)
             # Sums of the next token come where these were.
             c.wait_for_group()
         for row, cell in zip(rows, cells, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number
-from pi2.backends.gpu.launchers.interface import Buffer, DeviceFacts, Kernel, MemoryState
+from pi2.backends.gpu.launchers.interface import DeviceArray, DeviceFacts, Launcher, LoadedKernel
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _describe(number: int) -> DeviceFacts:
 class CudaLaunch:
     """A function and its parameters in the form that the driver takes."""
 
-    def __init__(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> None:
+    def __init__(self, kernel: LoadedKernel, arrays: Mapping[str, DeviceArray]) -> None:
         self.kernel = kernel
         signature = kernel.signature
         self._arrays = [ctypes.c_uint64(int(arrays[name].handle)) for name in signature.arrays]
@@ -133,7 +133,7 @@ class CudaQueue:
         )
         self._kept: list[Array] = []
 
-    def upload(self, target: Buffer, source: Array, offset: int = 0) -> None:
+    def upload(self, target: DeviceArray, source: Array, offset: int = 0) -> None:
         assert source.flags.c_contiguous and offset + source.nbytes <= target.size
         _call(
             driver.cuMemcpyHtoDAsync(
@@ -142,7 +142,7 @@ class CudaQueue:
         )
         self._kept.append(source)
 
-    def download(self, source: Buffer, target: Array, offset: int = 0) -> None:
+    def download(self, source: DeviceArray, target: Array, offset: int = 0) -> None:
         assert target.flags.c_contiguous and offset + target.nbytes <= source.size
         _call(
             driver.cuMemcpyDtoHAsync(
@@ -199,12 +199,11 @@ class CudaQueue:
         _call(driver.cuStreamDestroy(self._stream))
 
 
-class CudaLauncher:
+class CudaLauncher(Launcher):
     """A CUDA device, in its primary context."""
 
     def __init__(self, number: int) -> None:
         self.facts = _describe(number)
-        self.allocated_bytes = 0
         (self._device,) = _call(driver.cuDeviceGet(number))
         (handle,) = _call(driver.cuDevicePrimaryCtxRetain(self._device))
         self._context = _Context(handle)
@@ -213,15 +212,12 @@ class CudaLauncher:
         self._modules: list[Any] = []
         self._host: list[Any] = []
 
-    def allocate(self, size: int) -> Buffer:
-        assert size % 4 == 0, size
-        (pointer,) = _call(driver.cuMemAlloc(max(size, 16)))
-        self.allocated_bytes += size
-        return Buffer(pointer, size)
+    def _allocate(self, size: int) -> Any:
+        (pointer,) = _call(driver.cuMemAlloc(size))
+        return pointer
 
-    def release(self, array: Buffer) -> None:
-        _call(driver.cuMemFree(array.handle))
-        self.allocated_bytes -= array.size
+    def _release(self, handle: Any) -> None:
+        _call(driver.cuMemFree(handle))
 
     def allocate_host(self, size: int) -> U8:
         (address,) = _call(driver.cuMemHostAlloc(size, 0))
@@ -230,7 +226,7 @@ class CudaLauncher:
         array: U8 = np.ctypeslib.as_array(raw)
         return array
 
-    def load(self, image: KernelImage) -> Mapping[str, Kernel]:
+    def load(self, image: KernelImage) -> Mapping[str, LoadedKernel]:
         assert image.api == "cuda", image.api
         modules = []
         for code in image.codes:
@@ -244,10 +240,10 @@ class CudaLauncher:
             (function,) = _call(driver.cuModuleGetFunction(modules[signature.code], entry))
             # The driver loads code when it is first launched, which may not happen in a capture.
             _call(driver.cuFuncLoad(function))
-            loaded[name] = Kernel(signature, function)
+            loaded[name] = LoadedKernel(signature, function)
         return loaded
 
-    def bind(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> CudaLaunch:
+    def bind(self, kernel: LoadedKernel, arrays: Mapping[str, DeviceArray]) -> CudaLaunch:
         return CudaLaunch(kernel, arrays)
 
     def open_queue(self) -> CudaQueue:
@@ -258,9 +254,9 @@ class CudaLauncher:
         # A context is current for a thread.
         _call(driver.cuCtxSetCurrent(self._context.handle))
 
-    def read_memory(self) -> MemoryState | None:
-        free, total = _call(driver.cuMemGetInfo())
-        return MemoryState(free_bytes=int(free), total_bytes=int(total))
+    def count_free(self) -> int | None:
+        free, _ = _call(driver.cuMemGetInfo())
+        return int(free)
 
     def close(self) -> None:
         self.enter()

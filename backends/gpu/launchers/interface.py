@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pi2.backends.gpu.kernels.specification import Api, KernelImage, Number, Signature, Target
 from pi2.diagnostics import UserError
+from pi2.plan.weights.layout import round_up
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -68,26 +69,27 @@ class DeviceFacts:
         return Target(api=self.api, fp16=self.fp16, arch=self.arch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryState:
-    """A device's memory as its driver counts it."""
-
-    free_bytes: int
-    total_bytes: int
+VECTOR_BYTES = 16
+"""Arrays are whole vectors."""
 
 
-class DeviceArray(Protocol):
+@dataclass(slots=True)
+class DeviceArray:
     """An array in the device's memory; its first content is undefined."""
 
-    @property
-    def size(self) -> int:
-        """Its size in bytes."""
+    handle: Any
+    """What the API calls it."""
+    size: int
+    """Its size in bytes."""
 
 
-class LoadedKernel(Protocol):
+@dataclass(slots=True)
+class LoadedKernel:
     """A kernel that the driver has accepted."""
 
     signature: Signature
+    handle: Any
+    """What the API calls it, or the program that it is in."""
 
 
 class Launch(Protocol):
@@ -106,7 +108,7 @@ class Recording(Protocol):
 
 
 class Queue(Protocol):
-    """Work that runs in its order."""
+    """Work that runs in its order: launches, recordings and events of the same launcher."""
 
     def upload(self, target: DeviceArray, source: Array, offset: int = 0) -> None:
         """Copy ``source`` to byte ``offset`` of ``target``; both are multiples of 4 bytes.
@@ -116,16 +118,16 @@ class Queue(Protocol):
         """Copy from byte ``offset`` of ``source`` into ``target`` (contiguous), which is filled
         when an event that follows has been waited for."""
 
-    def launch(self, launch: Launch, numbers: Mapping[str, Number]) -> None:
+    def launch(self, launch: Any, numbers: Mapping[str, Number]) -> None:
         """Run a kernel; ``numbers`` may hold more than it takes."""
 
-    def record(self, work: Sequence[tuple[Launch, Mapping[str, Number]]]) -> Recording:
+    def record(self, work: Sequence[tuple[Any, Mapping[str, Number]]]) -> Recording:
         """Prepare kernels that will be run more than once in this order; nothing runs yet."""
 
-    def replay(self, recording: Recording) -> None:
+    def replay(self, recording: Any) -> None:
         """Run this queue's recorded work."""
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: Any) -> None:
         """Let what follows begin after ``event``, of another queue of the launcher."""
 
     def submit(self) -> Event:
@@ -136,14 +138,27 @@ class Launcher(Protocol):
     """A device that was opened."""
 
     facts: DeviceFacts
-    allocated_bytes: int
+    allocated_bytes: int = 0
     """Bytes of all arrays that are not released."""
 
     def allocate(self, size: int) -> DeviceArray:
-        """Make an array of ``size`` bytes, a multiple of 4; raises P361."""
+        """Make an array of ``size`` bytes, a multiple of 4, in whole vectors; raises P361."""
+        assert size % 4 == 0, size
+        size = round_up(max(size, 1), VECTOR_BYTES)
+        array = DeviceArray(self._allocate(size), size)
+        self.allocated_bytes += size
+        return array
+
+    def _allocate(self, size: int) -> Any:
+        """Return the handle of a new array."""
 
     def release(self, array: DeviceArray) -> None:
         """Give an array's memory back; no work that uses it may be left in a queue."""
+        self._release(array.handle)
+        self.allocated_bytes -= array.size
+
+    def _release(self, handle: Any) -> None:
+        """Give the memory behind a handle back."""
 
     def allocate_host(self, size: int) -> U8:
         """Make bytes in main memory from and to which copies are fastest."""
@@ -158,25 +173,17 @@ class Launcher(Protocol):
         """Make a queue."""
 
     def enter(self) -> None:
-        """Let the calling thread use the launcher and its queues from now on."""
+        """Let the calling thread use the launcher and its queues; drivers that every thread may
+        call need nothing for it."""
+        return
 
-    def read_memory(self) -> MemoryState | None:
-        """The device's memory as it is now; None where the API does not say."""
+    def count_free(self) -> int | None:
+        """Bytes of the device's memory that are free now; None where the API does not say."""
+        return None
 
     def close(self) -> None:
-        """Give everything back."""
-
-
-@dataclass(slots=True)
-class Buffer:
-    handle: Any
-    size: int
-
-
-@dataclass(slots=True)
-class Kernel:
-    signature: Signature
-    handle: Any
+        """Give everything back, if anything is held beyond the objects themselves."""
+        return
 
 
 @contextmanager

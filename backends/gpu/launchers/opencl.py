@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,11 @@ import pyopencl as cl
 
 from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number, Signature
 from pi2.backends.gpu.launchers.interface import (
-    Buffer,
+    DeviceArray,
     DeviceFacts,
     DeviceKind,
-    Kernel,
-    MemoryState,
+    Launcher,
+    LoadedKernel,
     explain_driver,
 )
 
@@ -79,7 +78,7 @@ def _describe(number: int, device: Any) -> DeviceFacts:
 class OpenClLaunch:
     """A kernel object of its own, with its arrays set."""
 
-    def __init__(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> None:
+    def __init__(self, kernel: LoadedKernel, arrays: Mapping[str, DeviceArray]) -> None:
         self.kernel = kernel
         self._arrays = arrays
         signature = kernel.signature
@@ -101,11 +100,9 @@ class OpenClLaunch:
             self.object.set_arg(index, dtype(numbers[name]))
 
 
-@dataclass(slots=True)
-class OpenClRecording:
-    """Launches whose numbers are set, with their threads: they hold the arrays."""
-
-    steps: list[tuple[OpenClLaunch, tuple[int, int, int], tuple[int, int, int]]]
+_Threads = tuple[int, int, int]
+_Recording = list[tuple[OpenClLaunch, _Threads, _Threads]]
+"""Launches whose numbers are set, the threads of each, and its work group's."""
 
 
 class OpenClEvent:
@@ -126,14 +123,14 @@ class OpenClQueue:
         self._queue = cl.CommandQueue(context)
         self._kept: list[Array] = []
 
-    def upload(self, target: Buffer, source: Array, offset: int = 0) -> None:
+    def upload(self, target: DeviceArray, source: Array, offset: int = 0) -> None:
         with _explain("an upload failed"):
             cl.enqueue_copy(
                 self._queue, target.handle, source, dst_offset=offset, is_blocking=False
             )
         self._kept.append(source)
 
-    def download(self, source: Buffer, target: Array, offset: int = 0) -> None:
+    def download(self, source: DeviceArray, target: Array, offset: int = 0) -> None:
         with _explain("a download failed"):
             cl.enqueue_copy(
                 self._queue, target, source.handle, src_offset=offset, is_blocking=False
@@ -148,7 +145,7 @@ class OpenClQueue:
                 self._queue, launch.object, _count_threads(signature, numbers), signature.block
             )
 
-    def record(self, work: Sequence[tuple[OpenClLaunch, Mapping[str, Number]]]) -> OpenClRecording:
+    def record(self, work: Sequence[tuple[OpenClLaunch, Mapping[str, Number]]]) -> _Recording:
         steps = []
         for launch, numbers in work:
             # A kernel object keeps its numbers: each step has one of its own.
@@ -156,11 +153,11 @@ class OpenClQueue:
             own.set_numbers(numbers)
             signature = launch.kernel.signature
             steps.append((own, _count_threads(signature, numbers), signature.block))
-        return OpenClRecording(steps)
+        return steps
 
-    def replay(self, recording: OpenClRecording) -> None:
+    def replay(self, recording: _Recording) -> None:
         with _explain("a recorded kernel was not started"):
-            for launch, threads, block in recording.steps:
+            for launch, threads, block in recording:
                 cl.enqueue_nd_range_kernel(self._queue, launch.object, threads, block)
 
     def wait_for(self, event: OpenClEvent) -> None:
@@ -175,25 +172,19 @@ class OpenClQueue:
         return OpenClEvent(event, kept)
 
 
-class OpenClLauncher:
+class OpenClLauncher(Launcher):
     def __init__(self, number: int, device: Any) -> None:
         self.facts = _describe(number, device)
-        self.allocated_bytes = 0
-        self._device = device
         with _explain(f"{self.facts.name} could not be opened"):
             self._context = cl.Context([device])
 
-    def allocate(self, size: int) -> Buffer:
-        assert size % 4 == 0, size
+    def _allocate(self, size: int) -> Any:
         what = f"{self.facts.name} has no memory left for {size} bytes"
         with _explain(what, is_full=lambda error: True):
-            buffer = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(size, 4))
-        self.allocated_bytes += size
-        return Buffer(buffer, size)
+            return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, size)
 
-    def release(self, array: Buffer) -> None:
-        array.handle.release()
-        self.allocated_bytes -= array.size
+    def _release(self, handle: Any) -> None:
+        handle.release()
 
     def allocate_host(self, size: int) -> U8:
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR
@@ -206,34 +197,25 @@ class OpenClLauncher:
             queue.finish()
         return np.asarray(array)
 
-    def load(self, image: KernelImage) -> Mapping[str, Kernel]:
+    def load(self, image: KernelImage) -> Mapping[str, LoadedKernel]:
         assert image.api == "opencl", image.api
         programs = []
         for code in image.codes:
             with _explain(f"{self.facts.driver} does not compile pi2's kernels"):
                 programs.append(cl.Program(self._context, code.decode()).build())
         return {
-            name: Kernel(signature, programs[signature.code])
+            name: LoadedKernel(signature, programs[signature.code])
             for name, signature in image.kernels.items()
         }
 
-    def bind(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> OpenClLaunch:
+    def bind(self, kernel: LoadedKernel, arrays: Mapping[str, DeviceArray]) -> OpenClLaunch:
         return OpenClLaunch(kernel, arrays)
 
     def open_queue(self) -> OpenClQueue:
         return OpenClQueue(self._context)
 
-    def enter(self) -> None:
-        """Do nothing: every thread may call the driver."""
 
-    def read_memory(self) -> MemoryState | None:
-        return None
-
-    def close(self) -> None:
-        """Nothing is held beyond the objects themselves."""
-
-
-def _count_threads(signature: Signature, numbers: Mapping[str, Number]) -> tuple[int, int, int]:
+def _count_threads(signature: Signature, numbers: Mapping[str, Number]) -> _Threads:
     x, y = signature.count_groups(numbers)
     width, height, depth = signature.block
     return x * width, y * height, depth

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import struct
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +16,15 @@ from wgpu.backends.wgpu_native import extras
 
 from pi2.backends.gpu.kernels.specification import ENTRY_SUFFIX, KernelImage, Number
 from pi2.backends.gpu.launchers.interface import (
-    Buffer,
+    VECTOR_BYTES,
+    DeviceArray,
     DeviceFacts,
     DeviceKind,
-    Kernel,
-    MemoryState,
+    Launcher,
+    LoadedKernel,
     explain_driver,
 )
+from pi2.plan.weights.layout import round_up
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
@@ -106,7 +106,9 @@ def _describe(number: int, adapter: Any) -> DeviceFacts:
 class WebGpuLaunch:
     """A pipeline with its arrays, and a bind group for each set of numbers of late."""
 
-    def __init__(self, device: Any, kernel: Kernel, arrays: Mapping[str, Buffer]) -> None:
+    def __init__(
+        self, device: Any, kernel: LoadedKernel, arrays: Mapping[str, DeviceArray]
+    ) -> None:
         self.kernel = kernel
         self._device = device
         signature = kernel.signature
@@ -119,38 +121,30 @@ class WebGpuLaunch:
         ]
         kinds = {"int32": "i", "float32": "f"}
         self._format = "<" + "".join(kinds[dtype] for _, dtype in signature.numbers) + "I"
-        self._groups: OrderedDict[bytes, Any] = OrderedDict()
+        self._find_group = lru_cache(_KEPT_NUMBERS)(self._make_group)
 
     def find_group(self, numbers: Mapping[str, Number], width: int) -> Any:
         """The bind group for ``numbers`` and ``width`` work groups along the first axis."""
         values = [numbers[name] for name, _ in self.kernel.signature.numbers]
         # The code ends threads of groups beyond this.
-        data = struct.pack(self._format, *values, width - 1)
-        group = self._groups.get(data)
-        if group is None:
-            uniform = self._device.create_buffer_with_data(
-                data=data.ljust(-(-len(data) // 16) * 16, b"\0"), usage=wgpu.BufferUsage.UNIFORM
-            )
-            entry = {
-                "binding": len(self._entries),
-                "resource": {"buffer": uniform, "offset": 0, "size": uniform.size},
-            }
-            layout = self.kernel.handle.get_bind_group_layout(0)
-            group = self._device.create_bind_group(layout=layout, entries=[*self._entries, entry])
-            self._groups[data] = group
-            if len(self._groups) > _KEPT_NUMBERS:
-                self._groups.popitem(last=False)
-        else:
-            self._groups.move_to_end(data)
-        return group
+        return self._find_group(struct.pack(self._format, *values, width - 1))
+
+    def _make_group(self, data: bytes) -> Any:
+        uniform = self._device.create_buffer_with_data(
+            data=data.ljust(round_up(len(data), VECTOR_BYTES), b"\0"),
+            usage=wgpu.BufferUsage.UNIFORM,
+        )
+        entry = {
+            "binding": len(self._entries),
+            "resource": {"buffer": uniform, "offset": 0, "size": uniform.size},
+        }
+        layout = self.kernel.handle.get_bind_group_layout(0)
+        return self._device.create_bind_group(layout=layout, entries=[*self._entries, entry])
 
 
-@dataclass(slots=True)
-class WebGpuRecording:
-    """Pipelines with their bind groups and work groups: sent commands cannot be sent again, and are
-    encoded anew each time."""
-
-    steps: list[tuple[Any, Any, tuple[int, int, int]]]
+_Recording = list[tuple[Any, Any, tuple[int, int, int]]]
+"""Pipelines with their bind groups and work groups: sent commands cannot be sent again, and are
+encoded anew each time."""
 
 
 class WebGpuEvent:
@@ -186,20 +180,20 @@ class WebGpuQueue:
         self._mark = device.create_buffer(size=4, usage=wgpu.BufferUsage.COPY_SRC)
         """Copies at the end of a submission."""
 
-    def upload(self, target: Buffer, source: Array, offset: int = 0) -> None:
+    def upload(self, target: DeviceArray, source: Array, offset: int = 0) -> None:
         # Writes come before commands that are sent after them.
         self._send()
         with _explain("an upload failed"):
             self._device.queue.write_buffer(target.handle, offset, source)
 
-    def download(self, source: Buffer, target: Array, offset: int = 0) -> None:
+    def download(self, source: DeviceArray, target: Array, offset: int = 0) -> None:
         assert target.flags.c_contiguous
         self._copy(source.handle, offset, target.nbytes, target)
 
     def launch(self, launch: WebGpuLaunch, numbers: Mapping[str, Number]) -> None:
         self.replay(self.record([(launch, numbers)]))
 
-    def record(self, work: Sequence[tuple[WebGpuLaunch, Mapping[str, Number]]]) -> WebGpuRecording:
+    def record(self, work: Sequence[tuple[WebGpuLaunch, Mapping[str, Number]]]) -> _Recording:
         steps = []
         for launch, numbers in work:
             width, height = launch.kernel.signature.count_groups(numbers)
@@ -208,12 +202,12 @@ class WebGpuQueue:
                 group = launch.find_group(numbers, width)
             groups = (-(-width // depth), height, depth)
             steps.append((launch.kernel.handle, group, groups))
-        return WebGpuRecording(steps)
+        return steps
 
-    def replay(self, recording: WebGpuRecording) -> None:
+    def replay(self, recording: _Recording) -> None:
         with _explain("a kernel was not started"):
             commands = self._begin_pass()
-            for pipeline, group, groups in recording.steps:
+            for pipeline, group, groups in recording:
                 commands.set_pipeline(pipeline)
                 commands.set_bind_group(0, group)
                 commands.dispatch_workgroups(*groups)
@@ -259,35 +253,28 @@ class WebGpuQueue:
         self._encoder = None
 
 
-class WebGpuLauncher:
+class WebGpuLauncher(Launcher):
     def __init__(self, number: int, adapter: Any) -> None:
         self.facts = _describe(number, adapter)
-        self.allocated_bytes = 0
         limits = {name: adapter.limits[name] for name in _LIMITS if name in adapter.limits}
         with _explain(f"{self.facts.name} could not be opened"):
             self._device = adapter.request_device_sync(
                 required_features=["shader-f16"] if self.facts.fp16 else [], required_limits=limits
             )
 
-    def allocate(self, size: int) -> Buffer:
-        assert size % 4 == 0, size
+    def _allocate(self, size: int) -> Any:
         usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
-        # An array that a vector is read from has at least one.
-        size = -(-max(size, 16) // 16) * 16
         what = f"{self.facts.name} has no memory left for {size} bytes"
         with _explain(what, is_full=lambda error: True):
-            buffer = self._device.create_buffer(size=size, usage=usage)
-        self.allocated_bytes += size
-        return Buffer(buffer, size)
+            return self._device.create_buffer(size=size, usage=usage)
 
-    def release(self, array: Buffer) -> None:
-        array.handle.destroy()
-        self.allocated_bytes -= array.size
+    def _release(self, handle: Any) -> None:
+        handle.destroy()
 
     def allocate_host(self, size: int) -> U8:
         return np.empty(size, np.uint8)
 
-    def load(self, image: KernelImage) -> Mapping[str, Kernel]:
+    def load(self, image: KernelImage) -> Mapping[str, LoadedKernel]:
         assert image.api == "webgpu", image.api
         loaded = {}
         for name, signature in image.kernels.items():
@@ -298,20 +285,14 @@ class WebGpuLauncher:
                 pipeline = self._device.create_compute_pipeline(
                     layout="auto", compute={"module": module, "entry_point": name + ENTRY_SUFFIX}
                 )
-            loaded[name] = Kernel(signature, pipeline)
+            loaded[name] = LoadedKernel(signature, pipeline)
         return loaded
 
-    def bind(self, kernel: Kernel, arrays: Mapping[str, Buffer]) -> WebGpuLaunch:
+    def bind(self, kernel: LoadedKernel, arrays: Mapping[str, DeviceArray]) -> WebGpuLaunch:
         return WebGpuLaunch(self._device, kernel, arrays)
 
     def open_queue(self) -> WebGpuQueue:
         return WebGpuQueue(self._device)
-
-    def enter(self) -> None:
-        """Do nothing: every thread may call the driver."""
-
-    def read_memory(self) -> MemoryState | None:
-        return None
 
     def close(self) -> None:
         self._device.destroy()

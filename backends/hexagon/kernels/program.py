@@ -173,10 +173,8 @@ class Program:
         """Return all functions; the worker's is the last."""
         spec = self.spec
         yield from _list_multiplies(spec)
-        if spec.ffn is not None:
-            yield from _list_ffn(spec.ffn, {count_together(g.tokens) for g in spec.graphs})
+        yield from _list_ffn(spec.ffn, {count_together(g.tokens) for g in spec.graphs})
         for graph in spec.graphs:
-            assert spec.ffn is not None, "graphs of neurons need their shape"
             yield Function(graph.name, _GRAPH, partial(emit_ffn_graph, spec.ffn, graph))
         kinds = {(g.weights, g.length, count_together(g.tokens)) for g in spec.products}
         for weights, length, together in sorted(kinds):
@@ -197,7 +195,6 @@ _RUN = ("memory", "graph", "operands")
 def _list_multiplies(spec: HexagonSpec) -> Iterator[Function]:
     wanted = {(g.weights, count_together(g.tokens)) for g in spec.products}
     for graph in spec.graphs:
-        assert spec.ffn is not None, "graphs of neurons need their shape"
         together = count_together(graph.tokens)
         # Down columns are int8 in any case.
         wanted |= {(spec.ffn.weights, together), ("int8", together)}

@@ -32,7 +32,7 @@ class Arguments:
         lanes: int,
     ) -> None:
         """``address``: of the table; ``format``: of the weights; ``lanes``: see `Interpreter`."""
-        fields = FIELDS[kernel]
+        self.kernel, fields = kernel, FIELDS[kernel]
         raw = (ctypes.c_int64 * len(fields)).from_address(address)
         self._values = dict(zip(fields, raw, strict=True))
         self.first, self.last = items

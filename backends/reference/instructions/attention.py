@@ -139,17 +139,9 @@ def _view_partials(own: Arguments, tokens: int) -> Array:
 
 
 def attend(own: Arguments) -> None:
-    """Compute parts of contexts; a context of one part is finished."""
-    _attend(own, False)
-
-
-def attend_chosen(own: Arguments) -> None:
-    """Compute parts of the contexts of tokens for which keys are chosen."""
-    _attend(own, True)
-
-
-def _attend(own: Arguments, is_chosen: bool) -> None:
-    groups = own.heads // own.group
+    """Compute parts of contexts, or, as `attend_chosen`, of contexts for which keys are chosen; a
+    context of one part is finished."""
+    groups, is_chosen = own.heads // own.group, own.kernel == "attend_chosen"
     for rest in range(own.first // own.parts, -(-own.last // own.parts)):
         token, head = divmod(rest, groups)
         (sequence,), (position,) = own.find_sequences(np.array([token]))
@@ -170,6 +162,9 @@ def _attend(own: Arguments, is_chosen: bool) -> None:
                 partial = _view_partials(own, token + 1)[token, heads.heads, number]
                 partial[:, : own.value_width] = mixed[0]
                 partial[:, own.value_width :][:, :2] = np.stack([top[0], total[0]], -1)
+
+
+attend_chosen = attend
 
 
 def join(own: Arguments) -> None:

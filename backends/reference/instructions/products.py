@@ -106,10 +106,11 @@ def _quantize(own: Arguments, kind: Activations, size: int, places: I64) -> None
             y.products[token, block] = 0
 
 
-def read_inputs(own: Arguments, tokens: I64, length: int, *, is_many: bool) -> F64:
+def read_inputs(own: Arguments, tokens: I64, length: int) -> F64:
     """Return the inputs of products with a format [n, length], their planes added up."""
     assert own.format is not None
     kind, count = find_format(own.format).activations, int(tokens.max(initial=-1)) + 1
+    is_many = own.kernel == "multiply_many"
     if kind == "float":
         return widen(own.view("x", (count, length), (own.x_stride // 4, 1))[tokens])
     width = 4 * own.lanes
@@ -139,29 +140,24 @@ def read_rows(own: Arguments, first: int, end: int, skip: int = 0) -> Iterator[t
 
 
 def multiply(own: Arguments) -> None:
-    """See `pi2.backends.blocks.rows.emit_multiply`."""
-    for expert, pairs, tokens in list_pairs(own, "multiply"):
-        _multiply(own, expert, pairs, tokens, (own.first, own.last))
+    """See `pi2.backends.blocks.rows.emit_multiply`; items are rows, or panels of them."""
+    rows = own.first, own.last
+    if own.kernel == "multiply_many":
+        rows = own.first * own.lanes, min(own.last * own.lanes, own.rows)
+    for expert, pairs, tokens in list_pairs(own):
+        _multiply(own, expert, pairs, tokens, rows)
 
 
-def multiply_few(own: Arguments) -> None:
-    for expert, pairs, tokens in list_pairs(own, "multiply_few"):
-        _multiply(own, expert, pairs, tokens, (own.first, own.last))
+multiply_few = multiply_many = multiply
 
 
-def multiply_many(own: Arguments) -> None:
-    rows = own.first * own.lanes, min(own.last * own.lanes, own.rows)
-    for expert, pairs, tokens in list_pairs(own, "multiply_many"):
-        _multiply(own, expert, pairs, tokens, rows, is_many=True)
-
-
-def list_pairs(own: Arguments, kernel: str) -> Iterator[tuple[int, I64, I64]]:
+def list_pairs(own: Arguments) -> Iterator[tuple[int, I64, I64]]:
     """Experts of a product, with the pairs of each and the tokens that they read."""
-    if kernel == "multiply_few":
+    if own.kernel == "multiply_few":
         tokens = np.arange(own.tokens)
         yield 0, tokens, tokens
         return
-    if kernel == "multiply":
+    if own.kernel == "multiply":
         experts = own.numbers("expert_of", own.tokens)
         read = own.numbers("x_of", own.tokens).astype(np.int64)
         for expert in np.unique(experts).tolist():
@@ -175,23 +171,12 @@ def list_pairs(own: Arguments, kernel: str) -> Iterator[tuple[int, I64, I64]]:
         yield expert, pairs, own.numbers("x_of", int(pairs.max()) + 1)[pairs].astype(np.int64)
 
 
-def _multiply(
-    own: Arguments,
-    expert: int,
-    pairs: I64,
-    tokens: I64,
-    rows: tuple[int, int],
-    *,
-    is_many: bool = False,
-) -> None:
+def _multiply(own: Arguments, expert: int, pairs: I64, tokens: I64, rows: tuple[int, int]) -> None:
     """Multiply rows of an expert's matrix with the tokens of ``pairs``."""
     assert own.format is not None
     length = own.blocks * find_format(own.format).block
-    x = read_inputs(own, tokens, length, is_many=is_many)
-    scale, factors = (
-        own.vector("scales", expert + 1)[expert],
-        np.full(len(pairs), own.real("factor")),
-    )
+    x, scale = read_inputs(own, tokens, length), own.vector("scales", expert + 1)[expert]
+    factors = np.full(len(pairs), own.real("factor"))
     targets = own.numbers("y_of", int(pairs.max(initial=-1)) + 1)[pairs]
     if own.has_routes:
         factors *= own.vector("routes", int(pairs.max(initial=-1)) + 1)[pairs]
