@@ -125,12 +125,10 @@ class GgufWeights(TensorFiles):
         if tensor.order is not None and not (has_pairs or has_order):
             return None
         experts = self._list_experts(pattern, layer, tensor)
-        rows = math.prod(tensor.shape[:-1])
-        if has_order and rows and tensor.shape[-1] % tensor.block.block == 0:
-            # The file may have other rows in the same matrix.
-            rows = tensor.size_bytes // tensor.block.count_bytes(tensor.shape[-1])
-        if not experts or tensor.size_bytes % rows:
+        if not experts:
             return None
+        # The file may have other rows in the same matrix.
+        rows = tensor.size_bytes // tensor.block.count_bytes(tensor.shape[-1])
         scales = [own.factors for own in experts]
         count, together = 1, rows // heads if heads > 1 else 1
         if key in EXPERTS and len(tensor.shape) == 3:
@@ -144,13 +142,12 @@ class GgufWeights(TensorFiles):
             file=self.files.index(tensor.file),
             offset=tensor.offset,
             format=tensor.block.name,
-            rows=rows * len(experts),
+            rows=rows * len(experts) // count,
             length=tensor.shape[-1],
-            row_bytes=tensor.size_bytes // rows,
             together=together,
             experts=count,
             scales=tuple(float(own[0]) for own in scales if own is not None),
-            has_neighbours=has_pairs and tensor.order is not None,
+            neighbours=has_pairs and tensor.order is not None,
             order=tensor.order if has_order else None,
             columns=columns,
         )
@@ -311,7 +308,7 @@ class GgufWeights(TensorFiles):
         names = set(self.shared)
         for key, layer, mixer in self.list_places():
             found = None if key in self.vectors else self.find(key, layer, mixer)
-            if found is not None and found.rows > 1 and found.name not in names:
+            if found is not None and found.all_rows > 1 and found.name not in names:
                 names.add(found.name)
                 yield key, layer, found
 
