@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Self
 
 import numpy as np
 
 from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
-from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.safetensors_file import Kind, SourceTensor
 from pi2.plan.weights.layout import GROUP, Precision
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -100,10 +100,6 @@ def refuse_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> UserError:
     )
 
 
-Kind = Literal["plain", "ternary", "mxfp4", "nvfp4"]
-"""Of numbers: any, -1, 0 and 1 times one scale, or 4-bit floats with a scale for each group."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedTensor(SourceTensor):
     """Rows that a function makes of other tensors; ``offset`` is unused."""
@@ -112,20 +108,30 @@ class DecodedTensor(SourceTensor):
     """All that it is made of, and what else belongs to it."""
     compute: Callable[[int, int], F32]
     """Gives rows from one on and before another, float32 [n, ...]."""
-    keeps: bool = False
-    """Whether the parts have its numbers as they are, in the type ``dtype``."""
-    kind: Kind = "plain"
+    kind: Kind = "computed"
 
-    @property
-    def is_stored(self) -> bool:
-        return self.keeps
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.kind == "mxfp4"
-
-    def is_ternary(self) -> bool:
-        return self.kind == "ternary"
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        compute: Callable[[int, int], F32],
+        *parts: SourceTensor,
+        dtype: str = "F32",
+        **own: Any,
+    ) -> Self:
+        """The tensor ``name``, made of ``parts``, with further fields of its ``own``."""
+        return cls(
+            file=parts[0].file if parts else Path(),
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            offset=0,
+            size_bytes=sum(part.size_bytes for part in parts),
+            parts=parts,
+            compute=compute,
+            **own,
+        )
 
     def check_type(self) -> str:
         return "<f4"
@@ -143,39 +149,17 @@ class DecodedTensor(SourceTensor):
         return quantize_exactly(self.widen(raw)) if has_groups and is_wide else None
 
 
-def describe_decoded(
-    name: str, shape: tuple[int, ...], compute: Callable[[int, int], F32], *parts: SourceTensor
-) -> dict[str, Any]:
-    """What every `DecodedTensor` states of itself, made of ``parts``."""
-    return {
-        "file": parts[0].file if parts else Path(),
-        "name": name,
-        "dtype": "F32",
-        "shape": shape,
-        "offset": 0,
-        "size_bytes": sum(part.size_bytes for part in parts),
-        "parts": parts,
-        "compute": compute,
-    }
-
-
-def compute_tensor(
-    name: str,
-    shape: tuple[int, ...],
-    compute: Callable[[int, int], F32],
-    *parts: SourceTensor,
-    dtype: str | None = None,
-    kind: Kind = "plain",
+def compute_alike(
+    whole: SourceTensor, shape: tuple[int, ...], compute: Callable[[int, int], F32]
 ) -> DecodedTensor:
-    """A tensor that a function makes of ``parts``; ``dtype``: the type of numbers that are
-    kept as they are."""
-    own = describe_decoded(name, shape, compute, *parts) | {"dtype": dtype or "F32"}
-    return DecodedTensor(**own, keeps=dtype is not None, kind=kind)
+    """A tensor of numbers of ``whole``, which stay in the type that the file keeps them in."""
+    own = {"kind": "stored", "dtype": whole.dtype} if whole.kind == "stored" else {}
+    return DecodedTensor.make(whole.name, shape, compute, whole, **own)
 
 
 def multiply_columns(matrix: SourceTensor, factors: F32, *parts: SourceTensor) -> DecodedTensor:
     """A matrix whose columns are multiplied by ``factors`` [columns]; ``parts`` belong to it."""
-    return compute_tensor(
+    return DecodedTensor.make(
         matrix.name,
         matrix.shape,
         lambda start, stop: matrix.read(start, stop) * factors,
@@ -259,10 +243,12 @@ class ScaledCodes:
     fills: bool = False
     """Whether -1 fills numbers that the quantiser has left out: groups follow each other."""
 
-    def make(self, name: str, *parts: SourceTensor | None, kind: Kind = "plain") -> DecodedTensor:
+    def make(
+        self, name: str, *parts: SourceTensor | None, kind: Kind = "computed"
+    ) -> DecodedTensor:
         """The tensor ``name``, which is made of ``parts``."""
         given = [part for part in (*parts, self.groups) if part is not None]
-        return compute_tensor(name, self.shape, self._decode, *given, kind=kind)
+        return DecodedTensor.make(name, self.shape, self._decode, *given, kind=kind)
 
     def _decode(self, start: int, stop: int) -> F32:
         numbers = self.codes(start, stop)

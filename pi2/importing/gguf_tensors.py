@@ -8,16 +8,16 @@ the first files of Qwen3-Next, has queries, keys, values and gates of outputs.""
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.formats import Format
-from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded, refuse_shape
+from pi2.importing.decoded_tensor import DecodedTensor, refuse_shape
 from pi2.importing.gguf_file import GgufEntry, GgufFile, check_block, take_blocks
 from pi2.importing.gguf_metadata import Metadata
-from pi2.importing.safetensors_file import SourceTensor, turn
+from pi2.importing.safetensors_file import Kind, SourceTensor, turn
 from pi2.plan.weights.layout import Precision
 
 _PIECE_WEIGHTS = 2**20
@@ -43,10 +43,6 @@ class GgufTensor(SourceTensor):
     """Number that the file has added to every element."""
     factors: F32 | None = None
     """Factors of the columns, float32 [columns], or [1] where all have the same."""
-
-    @property
-    def is_stored(self) -> bool:
-        return False
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows ``start`` to ``stop``: plain numbers, or bytes [n, bytes]; raises as
@@ -116,8 +112,8 @@ class GgufTensor(SourceTensor):
         return flat.reshape(stop - start, width) if len(self.shape) > 1 else flat
 
     @property
-    def is_mxfp4(self) -> bool:
-        return self.block.name == "mxfp4" and self.factors is None
+    def kind(self) -> Kind:
+        return "mxfp4" if self.block.name == "mxfp4" and self.factors is None else "computed"
 
     def is_ternary(self) -> bool:
         if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
@@ -178,8 +174,8 @@ class JoinedHeads(DecodedTensor):
             joined[:, plain:] = own.reshape(-1, value, rank)
             return joined.reshape(-1, rank)[start - first * each : stop - first * each]
 
-        own = describe_decoded(name, (heads * each, rank), decode, keys, values)
-        return cls(**own, keys=keys, values=values)
+        shape = heads * each, rank
+        return cls.make(name, shape, decode, keys, values, keys=keys, values=values)
 
 
 def join_heads(tensors: dict[str, SourceTensor]) -> None:
@@ -299,8 +295,8 @@ class RateLogarithms(DecodedTensor):
             with np.errstate(divide="ignore", invalid="ignore"):
                 return np.log(-rates if is_negated else rates)
 
-        own = describe_decoded(source.name, source.shape, decode, source)
-        return cls(**own, source=source, is_negated=is_negated)
+        own: dict[str, Any] = {"source": source, "is_negated": is_negated}
+        return cls.make(source.name, source.shape, decode, source, **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +312,8 @@ class OrderedColumns(DecodedTensor):
         def decode(start: int, stop: int) -> F32:
             return np.ascontiguousarray(source.read(start, stop)[:, columns])
 
-        own = describe_decoded(source.name, source.shape, decode, source)
-        return cls(**own, source=source, columns=columns)
+        name, shape = source.name, source.shape
+        return cls.make(name, shape, decode, source, source=source, columns=columns)
 
 
 _VECTORS = (".D", ".mamba.norm.weight", ".mixer.norm.weight")

@@ -16,7 +16,7 @@ from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import Config
-from pi2.importing.decoded_tensor import compute_tensor
+from pi2.importing.decoded_tensor import compute_alike
 from pi2.importing.families import describe_family
 from pi2.importing.gguf_architectures import (
     choose_names,
@@ -180,12 +180,8 @@ def _change(
 
 
 def _compute(tensor: SourceTensor, compute: Callable[[F32], F32]) -> SourceTensor:
-    return compute_tensor(
-        tensor.name,
-        tensor.shape,
-        lambda start, stop: compute(tensor.read(start, stop)),
-        tensor,
-        dtype=tensor.dtype if tensor.is_stored else None,
+    return compute_alike(
+        tensor, tensor.shape, lambda start, stop: compute(tensor.read(start, stop))
     )
 
 

@@ -201,7 +201,7 @@ def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
     keys = [name_part(model, part) for part in ("up", "down")]
     names = [fill_name(getattr(model.tensors, key), layer, 0) for key in keys]
     tensors = checkpoint.tensors
-    return all(name in tensors and tensors[name].is_mxfp4 for name in names)
+    return all(name in tensors and tensors[name].kind == "mxfp4" for name in names)
 
 
 def has_ternary_weights(checkpoint: Checkpoint, model: Model) -> bool:

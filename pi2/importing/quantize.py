@@ -216,9 +216,9 @@ def keep_format(own: Laid, other: str) -> str:
     kept: str | None = None
     if isinstance(tensor, GgufTensor):
         kept = tensor.block.name
-    elif tensor.is_stored:
+    elif tensor.kind == "stored":
         kept = _PLAIN_TYPES.get(tensor.dtype)
-    elif tensor.is_mxfp4:
+    elif tensor.kind == "mxfp4":
         kept = "mxfp4"
     if kept is None:
         raw = tensor.read_raw(0, 1)

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from pi2.arrays import F16, F32, F64, I32, I64, U8, Raw
-from pi2.importing.decoded_tensor import compute_tensor
+from pi2.importing.decoded_tensor import DecodedTensor, compute_alike
 from pi2.importing.gguf_tensors import RateLogarithms
 from pi2.importing.safetensors_file import SourceTensor, TurnedTensor, ViewTensor
 from pi2.model.attention import Attention, list_fused_heads
@@ -105,7 +105,7 @@ def fill_heads(
         return found
 
     fill = fill_columns if by_columns else fill_rows
-    return compute_tensor(stored.name, shape, fill, stored, dtype="F32")
+    return DecodedTensor.make(stored.name, shape, fill, stored, kind="stored")
 
 
 def make_same(*shape: int, number: float) -> SourceTensor:
@@ -114,7 +114,7 @@ def make_same(*shape: int, number: float) -> SourceTensor:
     def fill(start: int, stop: int) -> F32:
         return np.full((stop - start, *shape[1:]), number, np.float32)
 
-    return compute_tensor("same", shape, fill, dtype="F32")
+    return DecodedTensor.make("same", shape, fill, kind="stored")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ def find_dense_rows(
         def stack(start: int, stop: int) -> F32:
             return np.stack([part.read() for part in found[start:stop]])
 
-        return [compute_tensor(first.name, (tensor.rows, *first.shape), stack, *found)]
+        return [DecodedTensor.make(first.name, (tensor.rows, *first.shape), stack, *found)]
     if tensor.transform == "turned keys":
         latent, heads = model.attention.latent, model.shape.heads
         assert latent is not None
@@ -201,7 +201,7 @@ def find_dense_rows(
         def cut(start: int, stop: int) -> F32:
             return maker.make()[start:stop]
 
-        return [compute_tensor(first.name, (tensor.rows, model.shape.hidden), cut, first)]
+        return [DecodedTensor.make(first.name, (tensor.rows, model.shape.hidden), cut, first)]
     return found
 
 
@@ -339,8 +339,7 @@ def take_heads(
         return np.concatenate(found)[start - first * width : stop - first * width]
 
     shape = (heads * width, rank if is_value else count)
-    dtype = whole.dtype if whole.is_stored else None
-    return compute_tensor(whole.name, shape, take, whole, dtype=dtype)
+    return compute_alike(whole, shape, take)
 
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias")

@@ -13,9 +13,9 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
+from pi2.importing.decoded_tensor import DecodedTensor
 from pi2.importing.rows import Kept, make_plain
-from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.safetensors_file import Kind, SourceTensor
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
 from pi2.model.tensors import list_tensors
@@ -61,8 +61,8 @@ class StoredRows(SourceTensor):
         return values
 
     @property
-    def is_stored(self) -> bool:
-        return self.stored[0].precision in (None, "fp16")
+    def kind(self) -> Kind:
+        return "stored" if self.stored[0].precision in (None, "fp16") else "computed"
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         places = self.places[raw[:, 0]]
@@ -92,12 +92,9 @@ class StoredNeurons(SourceTensor):
         return np.ascontiguousarray(values[:, : self.shape[1]])
 
     @property
-    def is_stored(self) -> bool:
-        return self.layer.layout.parts[self.part].precision == "fp16"
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.layer.layout.parts[self.part].precision == "mxfp4"
+    def kind(self) -> Kind:
+        precision = self.layer.layout.parts[self.part].precision
+        return "stored" if precision == "fp16" else "mxfp4" if precision == "mxfp4" else "computed"
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         layout = self.layer.layout.inline
@@ -242,13 +239,13 @@ class _Store:
         self, source: Source, compute: Callable[[int, int], F32], *, is_half: bool = False
     ) -> SourceTensor:
         """Numbers that are made of several parts of a store."""
-        own = describe_decoded(self._name(source), source.shape, compute)
-        own |= self._describe(source, source.shape, "F16" if is_half else "F32")
-        return DecodedTensor(**own, keeps=is_half)
+        own = self._describe(source, source.shape, "F16" if is_half else "F32")
+        kind: Kind = "stored" if is_half else "computed"
+        return DecodedTensor(**own, parts=(), compute=compute, kind=kind)
 
     def _give(self, source: Source, values: F32) -> SourceTensor:
-        own = describe_decoded("", values.shape, lambda start, stop: values[start:stop])
-        return DecodedTensor(**own | self._describe(source, values.shape, "F32"))
+        own = self._describe(source, values.shape, "F32")
+        return DecodedTensor(**own, parts=(), compute=lambda start, stop: values[start:stop])
 
     def _list_state(
         self, tensor: DenseTensor, stored: Tensor
