@@ -4,7 +4,7 @@ configurations, with the scaling of positions that tensors tell."""
 import json
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +19,7 @@ from pi2.caches import show_path
 from pi2.diagnostics import UserError
 from pi2.importing.config import ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.families import list_families
+from pi2.importing.families.interpreter import expand_names
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
@@ -34,19 +35,17 @@ def list_architectures() -> list[str]:
 
 
 @cache
-def find_architecture(name: str) -> Architecture | None:
-    """The architecture of that name, with whole `names` and with the keys of those it extends; None
-    where none is known."""
-    if name not in list_families().architectures:
-        return None
+def find_architecture(name: str) -> Architecture:
+    """The known architecture of that name, with whole `names` and with the keys of those it
+    extends."""
     family, table = list_families().architectures[name]
     names, keys = dict[str, str](), dict[str, list[Any]]()
     for base in table.get("extends", () if name.startswith("_") else ("_decoder",)):
         own = find_architecture(base)
-        assert own is not None
         names |= own.names
         keys |= own.keys
-    names |= _write_names(table.get("names", {}), table.get("layer", "model.layers.{layer}"))
+    layer = table.get("layer", "model.layers.{layer}")
+    names |= dict(expand_names(table.get("names", {}), layer, "blk.{layer}"))
     whole = {
         "model_type": family,
         **table,
@@ -60,34 +59,16 @@ def list_tables(stated: Architecture) -> Iterator[Architecture]:
     """Tables whose keys count before its own, weakest first."""
     for name in stated.read:
         own = find_architecture(name)
-        assert own is not None
         yield from list_tables(own) if "read" in own.model_fields_set else ()
         yield own
 
 
-def list_suited(family: object) -> list[str]:
-    """Architectures of the models of a family, as configurations name it."""
-    return [
-        name
-        for name, (own, table) in list_families().architectures.items()
-        if not name.startswith("_")
-        and family in (own, table.get("model_type"), *table.get("families", ()))
-    ]
-
-
-def _write_names(stated: Names, layer: str) -> Names:
-    """The names that a document's ``names`` stand for."""
-    found = {}
-    for own, original in stated.items():
-        pair = [
-            f"{start}{text}" if text.startswith(".") else text
-            for start, text in (("blk.{layer}", own), (layer, original))
-        ]
-        for part in ("gate", "up", "down") if "{part}" in own else ("",):
-            for end in ("weight", "bias") if own.endswith(".*") else ("",):
-                key, value = (t.replace("{part}", part).replace(".*", f".{end}") for t in pair)
-                found[key] = value
-    return found
+def list_suited(family: object) -> Iterator[tuple[str, Architecture]]:
+    """Architectures of the models of a family, as configurations name it, by their names."""
+    for name, (own, table) in list_families().architectures.items():
+        families = (own, table.get("model_type"), *table.get("families", ()))
+        if not name.startswith("_") and family in families:
+            yield name, find_architecture(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +241,10 @@ _NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
 
 
-def choose_names(architecture: Architecture, tensors: Container[str]) -> Names:
-    two = find_architecture("_falcon_40b")
-    has_two = architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors
-    return two.names if has_two and two is not None else architecture.names
+def choose_names(architecture: Architecture, *, has_two: bool) -> Names:
+    """Names of tensors; ``has_two``: whether layers have two norms, as some models of Falcon do."""
+    is_large = has_two and architecture.model_type == "falcon"
+    return find_architecture("_falcon_40b").names if is_large else architecture.names
 
 
 @dataclass(frozen=True, slots=True)

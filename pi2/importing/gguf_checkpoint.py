@@ -196,10 +196,11 @@ def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
     metadata = Metadata(files[0].path, files[0].metadata)
     if metadata.architecture == OWN:
         return _open_folder_file(path, files, metadata)
-    architecture = find_architecture(metadata.architecture)
-    if architecture is None:
+    if metadata.architecture not in list_families().architectures:
         raise _refuse_architecture(path, metadata.architecture)
-    names = choose_names(architecture, {name for file in files for name in file.entries})
+    architecture = find_architecture(metadata.architecture)
+    has_two = any("blk.0.attn_norm_2.weight" in file.entries for file in files)
+    names = choose_names(architecture, has_two=has_two)
     tensors: dict[str, SourceTensor] = {}
     scales = _list_scales(files, names)
     for file in files:

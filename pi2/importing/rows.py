@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -196,10 +197,10 @@ def find_dense_rows(
         assert layer is not None
         deviations = model.blocks[layer].ffn.cutoff
         assert deviations is not None
-        maker = CutoffMaker(first, deviations, tensor.packing.is_plain)
+        made = Kept(partial(make_cutoff, first, deviations), 1)
 
         def cut(start: int, stop: int) -> F32:
-            return maker.make()[start:stop]
+            return made[tensor.packing.is_plain][start:stop]
 
         return [DecodedTensor.make(first.name, (tensor.rows, model.shape.hidden), cut, first)]
     return found
@@ -245,34 +246,16 @@ _BLOCK = 4096
 """Gates that are in memory at once."""
 
 
-class CutoffMaker:
-    """Makes the matrix when it is first asked for; several threads may ask."""
-
-    def __init__(self, gates: SourceTensor, deviations: float, has_remainders: bool) -> None:
-        """``deviations``: how many of them the cutoff is above the mean of ``gates``.
-        ``has_remainders``: whether rows follow that have what fp16 leaves of the first."""
-        self._gates = gates
-        self._deviations = deviations
-        self._has_remainders = has_remainders
-        self._made: F32 | None = None
-        self._lock = threading.Lock()
-
-    def make(self) -> F32:
-        """The mean gate row, and rows whose products with an input are, as a vector, as long as
-        the deviations: float32 [1 + min(n, hidden), hidden], or twice as many rows."""
-        with self._lock:
-            if self._made is None:
-                self._made = self._compute()
-            return self._made
-
-    def _compute(self) -> F32:
-        count = self._gates.shape[0]
-        mean, factor = _factor_products(self._gates)
-        scale = abs(self._deviations) / math.sqrt(count)
-        matrix = np.concatenate([mean[None], scale * factor])
-        if self._has_remainders:
-            matrix = np.concatenate([matrix, matrix - matrix.astype(np.float16)])
-        return matrix.astype(np.float32)
+def make_cutoff(gates: SourceTensor, deviations: float, has_remainders: bool) -> F32:
+    """The mean gate row, and rows whose products with an input are, as a vector, as long as
+    ``deviations`` from the mean of ``gates``: float32 [1 + min(n, hidden), hidden].  With
+    ``has_remainders``, as many rows follow that have what fp16 leaves of the first."""
+    mean, factor = _factor_products(gates)
+    scale = abs(deviations) / math.sqrt(gates.shape[0])
+    matrix = np.concatenate([mean[None], scale * factor])
+    if has_remainders:
+        matrix = np.concatenate([matrix, matrix - matrix.astype(np.float16)])
+    return matrix.astype(np.float32)
 
 
 def _factor_products(gates: SourceTensor) -> tuple[F64, F64]:
