@@ -13,7 +13,7 @@ import numpy as np
 from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
-from pi2.importing.safetensors_file import Kind, SourceTensor
+from pi2.importing.safetensors_file import Kind, SourceTensor, refuse_export
 from pi2.plan.weights.layout import GROUP, Precision
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -57,12 +57,8 @@ def read_array(tensor: SourceTensor, start: int = 0, stop: int | None = None) ->
     width = math.prod(tensor.shape[1:])
     item = np.dtype(storage).itemsize
     if rows * width * item != tensor.size_bytes:
-        raise UserError.of(
-            "P532",
-            f"cannot read {tensor.file}: tensor {tensor.name!r} has not the bytes that its shape "
-            "needs",
-            help="download or export the checkpoint again",
-        )
+        problem = f"tensor {tensor.name!r} has not the bytes that its shape needs"
+        raise refuse_export("P532", f"cannot read {tensor.file}: {problem}")
     skip = start * width * item
     flat = tensor.read_flat(tensor.offset + skip, (stop - start) * width, storage)
     return flat.reshape(stop - start, *tensor.shape[1:])
@@ -74,11 +70,7 @@ def take_part(
     """A tensor of ``shape`` and one of ``dtypes``; `UserError` P533, P534 or P535."""
     tensor = tensors.get(name)
     if tensor is None:
-        raise UserError.of(
-            "P533",
-            f"there is no tensor {name!r}, which others need to be decoded",
-            help="download or export the checkpoint again",
-        )
+        raise refuse_export("P533", f"there is no tensor {name!r}, which others need to be decoded")
     if dtypes and tensor.dtype not in dtypes:
         raise UserError.of(
             "P535",
@@ -92,11 +84,10 @@ def take_part(
 
 
 def refuse_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> UserError:
-    return UserError.of(
+    return refuse_export(
         "P534",
         f"tensor {tensor.name!r} in {tensor.file} has the shape {list(tensor.shape)}, the tensors "
         f"that belong to it say {list(shape)}",
-        help="download or export the checkpoint again",
     )
 
 

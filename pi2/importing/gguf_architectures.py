@@ -247,35 +247,22 @@ def choose_names(architecture: Architecture, *, has_two: bool) -> Names:
     return find_architecture("_falcon_40b").names if is_large else architecture.names
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a file's tensor in a Hugging Face checkpoint."""
-
-    pattern: str
-    """The tensor's name in a Hugging Face checkpoint, perhaps with ``{expert}`` in it."""
-    kind: str
-    """The tensor's name in the file without the layer's number: ``attn_q.weight``."""
-    layer: int
-
-
-def find_place(names: Names, name: str) -> Place | None:
-    """The place of the tensor ``name`` of a file; None if it has none."""
+def find_place(names: Names, name: str) -> tuple[str, str] | None:
+    """The name that a Hugging Face checkpoint has for the tensor ``name`` of a file, perhaps with
+    ``{expert}`` in it, and the file's without the layer's number: ``attn_q.weight``.  None if it
+    has no place there."""
     numbered = _NUMBERED.fullmatch(name)
     if numbered is None:
-        pattern = names.get(name)
-        return None if pattern is None else Place(pattern, name, 0)
-    layer, kind = int(numbered[1]), numbered[2]
+        return (names[name], name) if name in names else None
+    layer, kind = numbered.groups()
     expert = _EXPERT.fullmatch(kind)
-    key = f"blk.{{layer}}.{kind}"
-    if expert is not None:
-        key = f"blk.{{layer}}.{expert[1]}.{{expert}}.weight"
-    pattern = names.get(key)
+    own = kind if expert is None else f"{expert[1]}.{{expert}}.weight"
+    pattern = names.get(f"blk.{{layer}}.{own}")
     if pattern is None:
         return None
-    pattern = pattern.replace("{layer}", str(layer))
-    if expert is not None:
-        pattern = pattern.replace("{expert}", expert[2])
-    return Place(pattern, kind, layer)
+    # Only a file's tensor of one expert has its number.
+    number = "{expert}" if expert is None else expert[2]
+    return pattern.replace("{layer}", layer).replace("{expert}", number), kind
 
 
 def name_in_file(names: Names, wanted: str) -> str:

@@ -41,8 +41,8 @@ class GgufTensor(SourceTensor):
     """Whether the file has columns where the tensor has rows."""
     added: float = 0.0
     """Number that the file has added to every element."""
-    factors: F32 | None = None
-    """Factors of the columns, float32 [columns], or [1] where all have the same."""
+    factor: np.float32 | None = None
+    """Factor of all numbers."""
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows ``start`` to ``stop``: plain numbers, or bytes [n, bytes]; raises as
@@ -82,8 +82,8 @@ class GgufTensor(SourceTensor):
         )
         if self.added:
             numbers = numbers - np.float32(self.added)
-        if self.factors is not None:
-            numbers = numbers * self.factors
+        if self.factor is not None:
+            numbers = numbers * self.factor
         return numbers
 
     def _decode_stored(self, stop: int) -> Raw:
@@ -113,7 +113,7 @@ class GgufTensor(SourceTensor):
 
     @property
     def kind(self) -> Kind:
-        return "mxfp4" if self.block.name == "mxfp4" and self.factors is None else "computed"
+        return "mxfp4" if self.block.name == "mxfp4" and self.factor is None else "computed"
 
     def is_ternary(self) -> bool:
         if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
@@ -130,7 +130,7 @@ class GgufTensor(SourceTensor):
         return True
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        if raw.dtype != np.uint8 or self.factors is not None:
+        if raw.dtype != np.uint8 or self.factor is not None:
             return None
         return take_blocks(raw.view(np.uint8), self.block, precision)
 

@@ -367,7 +367,7 @@ def take_blocks_of(rows: SourceTensor, raw: Raw, wanted: Format) -> U8 | None:
     """Rows in the format ``wanted`` if their checkpoint has the same codes; None if not."""
     if isinstance(rows, GgufTensor):
         is_same = rows.block.name == wanted.name and raw.dtype == np.uint8
-        return raw.view(np.uint8) if is_same and not rows.added and rows.factors is None else None
+        return raw.view(np.uint8) if is_same and not rows.added and rows.factor is None else None
     like = next((own for own in list_packings().values() if own.like == wanted.name), None)
     if like is None or like.scaled != "groups" or like.top == 0 or raw.ndim != 2:
         return None

@@ -74,7 +74,7 @@ def _list_formats(checkpoint: Checkpoint, model: Model) -> set[str]:
         tensor = checkpoint.tensors.get(source.name(model.tensors))
         if tensor is None or len(tensor.shape) < 2 or source.key.endswith("down"):
             continue
-        is_own = isinstance(tensor, GgufTensor) and not tensor.is_turned and tensor.factors is None
+        is_own = isinstance(tensor, GgufTensor) and not tensor.is_turned and tensor.factor is None
         fits = tensor.shape[-1] == model.stored_neuron_width
         is_own = is_own and fits and not source.is_turned and not source.is_stacked
         found.add(tensor.dtype.lower() if is_own else "")
@@ -106,7 +106,7 @@ def _choose(tensor: SourceTensor, *, is_across: bool) -> str:
         own = tensor.block.name
         same = next((p for p in list_packings().values() if p.like == own and p.top), None)
         # Blocks lie along the rows of the file.
-        if same is not None and tensor.is_turned == is_across and tensor.factors is None:
+        if same is not None and tensor.is_turned == is_across and tensor.factor is None:
             return same.name
     bits = 8 * tensor.size_bytes / prod(tensor.shape)
     return _WIDE.name if bits <= _WIDE_BITS else _WIDEST.name

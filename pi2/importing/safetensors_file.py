@@ -235,10 +235,13 @@ def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -
     )
 
 
+def refuse_export(code: str, problem: str) -> UserError:
+    """The error for a checkpoint that is not as programs write them."""
+    return UserError.of(code, problem, help="download or export the checkpoint again")
+
+
 def _bad_file(path: Path, problem: str) -> UserError:
-    return UserError.of(
-        "P532", f"cannot read {path}: {problem}", help="download or export the checkpoint again"
-    )
+    return refuse_export("P532", f"cannot read {path}: {problem}")
 
 
 _NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -117,9 +117,7 @@ class GgufWeights(TensorFiles):
             heads = self.model.attention.pooled.groups
         columns = tensor.columns if isinstance(tensor, OrderedColumns) else None
         tensor = tensor.source if isinstance(tensor, OrderedColumns) else tensor
-        if not isinstance(tensor, GgufTensor):
-            return None
-        if tensor.is_turned or (tensor.factors is not None and len(tensor.factors) > 1):
+        if not isinstance(tensor, GgufTensor) or tensor.is_turned:
             return None
         has_pairs, has_order = key in ("query", "key"), key.startswith("state_")
         if tensor.order is not None and not (has_pairs or has_order):
@@ -129,7 +127,6 @@ class GgufWeights(TensorFiles):
             return None
         # The file may have other rows in the same matrix.
         rows = tensor.size_bytes // tensor.block.count_bytes(tensor.shape[-1])
-        scales = [own.factors for own in experts]
         count, together = 1, rows // heads if heads > 1 else 1
         if key in EXPERTS and len(tensor.shape) == 3:
             count = tensor.shape[0]
@@ -146,7 +143,7 @@ class GgufWeights(TensorFiles):
             length=tensor.shape[-1],
             together=together,
             experts=count,
-            scales=tuple(float(own[0]) for own in scales if own is not None),
+            scales=tuple(float(own.factor) for own in experts if own.factor is not None),
             neighbours=has_pairs and tensor.order is not None,
             order=tensor.order if has_order else None,
             columns=columns,
