@@ -178,7 +178,7 @@ class _Conversion:
         raw: list[list[Raw]] | Kept[int, list[Raw]]
         if self._model.moe is not None and is_by_expert(order, self._model.shape.ffn):
             # Experts are read one after the other: all of them may be larger than memory.
-            raw = Kept(partial(self._read_expert, matrices))
+            raw = Kept(lambda expert: self._read_matrices(matrices[expert]))
         else:
             reading, self._reading = self._reading, None
             is_read = reading is not None and reading[0] == layer
@@ -251,9 +251,6 @@ class _Conversion:
 
     def _read_layer(self, sources: list[list[SourceTensor]]) -> list[list[Raw]]:
         return [self._read_matrices(group) for group in sources]
-
-    def _read_expert(self, sources: list[list[SourceTensor]], number: int) -> list[Raw]:
-        return self._read_matrices(sources[number])
 
     def _read_matrices(self, group: list[SourceTensor]) -> list[Raw]:
         *inner, down = group
