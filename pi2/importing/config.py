@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,10 +129,6 @@ TURN_FACTOR = "gguf_turn_factor"
 # Blocks that mix tokens and the FFN that follows them are a layer.  A layer may have no mixer, if
 # FFNs follow each other, and no FFN, at the end of the model or if attention comes a second time.
 _FIXED = (("backbone.embeddings.", "model.embed_tokens."), ("backbone.norm_f.", "model.norm."))
-_NUMBERED = re.compile(
-    r"(backbone\.layers\.\d{1,9}\.(?:mixer|norm)\."
-    r"|model\.layers\.\d{1,9}\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.))(.+)"
-)
 
 _Tensor = TypeVar("_Tensor")
 
@@ -206,7 +201,11 @@ def _list_kimi(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """FFNs of Kimi Linear's layers without experts: transformers names them as an MoE model's."""
     count = config.get("num_hidden_layers")
     layers = [f"model.layers.{n}" for n in range(min(count, 1024) if type(count) is int else 0)]
-    return [(f"{layer}.block_sparse_moe.", f"{layer}.mlp.") for layer in layers]
+    return [
+        (f"{layer}.block_sparse_moe.{part}_proj.", f"{layer}.mlp.{part}_proj.")
+        for layer in layers
+        for part in ("gate", "up", "down")
+    ]
 
 
 def rename_tensors(
@@ -216,11 +215,10 @@ def rename_tensors(
     new_by_old = dict(beginnings)
     renamed = {}
     for name, tensor in tensors.items():
-        numbered = _NUMBERED.fullmatch(name)
-        fixed = next((old for old, _ in _FIXED if name.startswith(old)), None)
-        old = numbered[1] if numbered else fixed
-        new = None if old is None else new_by_old.get(old)
-        renamed[name if old is None or new is None else new + name[len(old) :]] = tensor
+        words = name.split(".")
+        starts = (".".join([*words[:count], ""]) for count in (2, 4, 5))
+        old = next((start for start in starts if start in new_by_old), "")
+        renamed[new_by_old.get(old, "") + name.removeprefix(old)] = tensor
     return renamed
 
 

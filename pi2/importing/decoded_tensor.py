@@ -48,20 +48,11 @@ def read_array(tensor: SourceTensor, start: int = 0, stop: int | None = None) ->
     """Rows of codes or numbers as numpy has them; `UserError` P532 for missing bytes, P535."""
     if tensor.dtype in _FLOATS:
         return tensor.read(start, stop)
-    storage = _INTEGERS.get(tensor.dtype)
-    if storage is None:
-        tensor.check_type()
-    assert storage is not None
-    rows = tensor.shape[0] if tensor.shape else 1
-    stop = rows if stop is None else stop
-    width = math.prod(tensor.shape[1:])
-    item = np.dtype(storage).itemsize
-    if rows * width * item != tensor.size_bytes:
+    storage = _INTEGERS.get(tensor.dtype) or tensor.check_type()
+    if math.prod(tensor.shape) * np.dtype(storage).itemsize != tensor.size_bytes:
         problem = f"tensor {tensor.name!r} has not the bytes that its shape needs"
         raise refuse_export("P532", f"cannot read {tensor.file}: {problem}")
-    skip = start * width * item
-    flat = tensor.read_flat(tensor.offset + skip, (stop - start) * width, storage)
-    return flat.reshape(stop - start, *tensor.shape[1:])
+    return tensor.read_as(storage, start, stop)
 
 
 def take_part(

@@ -23,6 +23,7 @@ from pi2.importing.families.interpreter import expand_names
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.tensor import match_name
 from pi2.plan.documents.family import Architecture
 from pi2.plan.toml.expressions import evaluate, is_expression, list_names, parse_expression
 
@@ -268,12 +269,7 @@ def find_place(names: Names, name: str) -> tuple[str, str] | None:
 def name_in_file(names: Names, wanted: str) -> str:
     """A file's name of the Hugging Face tensor ``wanted``; ``wanted`` itself if there is none."""
     for name, pattern in names.items():
-        parts = re.split(r"\{(\w+)\}", pattern)
-        expression = "".join(
-            re.escape(part) if index % 2 == 0 else rf"(?P<{part}>\d+)"
-            for index, part in enumerate(parts)
-        )
-        found = re.fullmatch(expression, wanted)
+        found = match_name(pattern).fullmatch(wanted)
         if found is not None:
             for key, number in found.groupdict().items():
                 name = name.replace(f"{{{key}}}", number)

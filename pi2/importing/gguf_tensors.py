@@ -49,7 +49,7 @@ class GgufTensor(SourceTensor):
         `SourceTensor.read_raw`."""
         stop = self.shape[0] if stop is None else stop
         if self.is_turned:
-            return turn(self._decode_stored(self.shape[1]))[start:stop]
+            return turn(self._decode(self._read_stored(0, self.shape[1])))[start:stop]
         if self.order is None:
             return self._read_stored(start, stop)
         wanted = self.order[start:stop]
@@ -64,9 +64,8 @@ class GgufTensor(SourceTensor):
         pieces = ((at, min(at + step, rows)) for at in range(0, rows, step))
         turned: Raw | None = None
         for first, last in pieces:
-            piece = self.read_raw(first, last)
             # Groups lie along the rows: bytes must become numbers before they can be turned.
-            numbers = self.block.decode(piece.view(np.uint8)) if piece.dtype == np.uint8 else piece
+            numbers = self._decode(self.read_raw(first, last))
             if turned is None:
                 turned = np.empty((columns, rows), numbers.dtype)
             turned[:, first:last] = turn(numbers)
@@ -75,19 +74,15 @@ class GgufTensor(SourceTensor):
 
     def widen(self, raw: Raw) -> F32:
         # A zero-argument super() does not work in classes with slots.
-        numbers = (
-            self.block.decode(raw.view(np.uint8))
-            if raw.dtype == np.uint8
-            else SourceTensor.widen(self, raw)
-        )
+        numbers = SourceTensor.widen(self, self._decode(raw))
         if self.added:
             numbers = numbers - np.float32(self.added)
         if self.factor is not None:
             numbers = numbers * self.factor
         return numbers
 
-    def _decode_stored(self, stop: int) -> Raw:
-        raw = self._read_stored(0, stop)
+    def _decode(self, raw: Raw) -> Raw:
+        """Blocks as numbers, and plain numbers as they are."""
         return self.block.decode(raw.view(np.uint8)) if raw.dtype == np.uint8 else raw
 
     def check_type(self) -> str:

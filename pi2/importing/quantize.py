@@ -266,7 +266,6 @@ class _Work:
     progress: ByteProgress
     weighed: int = 0
     quantized: int = 0
-    done_bytes: int = 0
 
     def take_file(self, files: Sequence[GgufFile], formats: Mapping[str, str]) -> list[NewTensor]:
         """Tensors of GGUF files, which keep names and order, and bytes that are few enough."""
@@ -311,7 +310,7 @@ class _Work:
             end = tensor.offset + tensor.size_bytes
             for start in range(tensor.offset, end, _COPY_BYTES):
                 yield tensor.read_flat(start, min(_COPY_BYTES, end - start), "|u1").view(np.uint8)
-            self._advance(tensor)
+            self.progress.add(tensor.size_bytes)
 
         return read
 
@@ -354,13 +353,9 @@ class _Work:
                 for start in range(0, count, step)
             ]
             yield from map_in_order(self.pool, encode, pieces)
-            self._advance(rows)
+            self.progress.add(rows.size_bytes)
 
         return Part(rows, count_bytes(shape, wanted), make)
-
-    def _advance(self, tensor: SourceTensor) -> None:
-        self.done_bytes += tensor.size_bytes
-        self.progress(self.done_bytes)
 
 
 def take_blocks_of(rows: SourceTensor, raw: Raw, wanted: Format) -> U8 | None:

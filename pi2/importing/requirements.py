@@ -18,7 +18,7 @@ from pi2.importing.gguf_metadata import ModelNames
 from pi2.importing.gguf_tensors import GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources
-from pi2.model.tensor import Place, Source, fill_name
+from pi2.model.tensor import Place, Source, fill_name, match_name
 from pi2.model.tensors import list_sources, list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
@@ -334,7 +334,8 @@ def _list_unused(checkpoint: Checkpoint, model: Model) -> list[str]:
     that are left out with a message."""
     used = {need.name for need in list_requirements(model)}
     used |= {model.tensors.head, *_list_unread(model)}
-    patterns = [*_OTHER_PARTS.values(), _HARMLESS, *_match_predictors(model)]
+    patterns, names = [*_OTHER_PARTS.values(), _HARMLESS], model.tensors
+    predictors = (names.predictor_in, names.predictor_out, names.predictor_bias)
     first, drafting = model.shape.layers, _count_drafting(checkpoint)
     return [
         name
@@ -342,13 +343,8 @@ def _list_unused(checkpoint: Checkpoint, model: Model) -> list[str]:
         if name not in used
         and not first <= _find_layer(name, model) < first + drafting
         and not any(pattern.search(name) for pattern in patterns)
+        and not any(match_name(pattern).fullmatch(name) for pattern in predictors)
     ]
-
-
-def _match_predictors(model: Model) -> Iterator[re.Pattern[str]]:
-    names = model.tensors
-    for pattern in (names.predictor_in, names.predictor_out, names.predictor_bias):
-        yield re.compile(re.sub(r"\\{\w+\\}", r"\\d+", f"^{re.escape(pattern)}$"))
 
 
 def _list_unread(model: Model) -> Iterator[str]:

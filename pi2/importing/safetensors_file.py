@@ -50,7 +50,10 @@ class SourceTensor:
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; P535, P532."""
-        storage = self.check_type()
+        return self.read_as(self.check_type(), start, stop)
+
+    def read_as(self, storage: str, start: int = 0, stop: int | None = None) -> Raw:
+        """Rows of numbers whose type numpy calls ``storage``; `UserError` P532."""
         rows = self.shape[0] if self.shape else 1
         stop = rows if stop is None else stop
         width = math.prod(self.shape[1:])

@@ -47,17 +47,17 @@ class StoredRows(SourceTensor):
     stored: list[Tensor]
     places: I64
     """Of each row, the number of a tensor and the row in it [rows, 2]."""
-    columns: int
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         return np.arange(self.shape[0])[start:stop, None]
 
     def widen(self, raw: Raw) -> F32:
-        values = np.zeros((len(raw), self.columns), np.float32)
+        columns = self.shape[1]
+        values = np.zeros((len(raw), columns), np.float32)
         places = self.places[raw[:, 0]]
         for number, stored in enumerate(self.stored):
             own = places[:, 0] == number
-            values[own] = _widen(stored, places[own, 1])[:, : self.columns]
+            values[own] = _widen(stored, places[own, 1])[:, :columns]
         return values
 
     @property
@@ -67,7 +67,7 @@ class StoredRows(SourceTensor):
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         places = self.places[raw[:, 0]]
         stored = self.stored[int(places[0, 0])]
-        is_same = stored.precision == precision and stored.length == self.columns
+        is_same = stored.precision == precision and stored.length == self.shape[1]
         if not is_same or (places[:, 0] != places[0, 0]).any():
             return None
         assert stored.scales is not None
@@ -227,7 +227,7 @@ class _Store:
         )
         dtype = "F32" if stored.precision is None else "F16"
         described = self._describe(source, source.shape, dtype)
-        return StoredRows(**described, stored=known, places=places, columns=source.shape[1])
+        return StoredRows(**described, stored=known, places=places)
 
     def _take_vector(self, source: Source, row: F32) -> F32:
         """The numbers of a vector, of which a tensor may have parts."""
@@ -313,10 +313,6 @@ class _Store:
                 made = partial(self._take_downs, (layer, first, count))
                 yield name, self._make(source, made, is_half=is_half)
                 continue
-            if "fused" in source.key:
-                halves = {is_up: [p for s, p, n in parts if n == is_up] for is_up in (0, 1)}
-                joined = np.concatenate([*halves[0], *halves[1]])
-                raise self.refuse(f"{name} has gates and ups in one tensor ({len(joined)} rows)")
             described = self._describe(source, source.shape, "F16")
             joined = np.concatenate([own_places for _, own_places, _ in parts])
             yield name, StoredNeurons(**described, layer=stored, part=number, places=joined)

@@ -235,7 +235,6 @@ class GgufWeights(TensorFiles):
     def _check_numbers(self, progress: Progress) -> None:
         tensors = [t for t in self.checkpoint.tensors.values() if isinstance(t, GgufTensor)]
         report = ByteProgress(progress, "checking weights", sum(t.size_bytes for t in tensors))
-        before = 0
         for tensor in tensors:
             own = tensor.block
             # Read and not mapped: mapped pages would count as this process's memory.
@@ -251,8 +250,7 @@ class GgufWeights(TensorFiles):
                         help="download or export the file again",
                         file=str(tensor.file),
                     )
-                report(before + done)
-            before += tensor.size_bytes
+                report.add(len(raw))
 
     def find_obstacles(self) -> list[str]:
         """Why the file cannot be run as it is; empty if it can."""
