@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value", int, float, bool, str)
 
-_HUGE = 10**300
+HUGE = 10**300
 """Whole numbers from here on may not fit into a float."""
 
 _MOST_WHOLE = 2**53
@@ -66,21 +66,11 @@ class Config:
                 raise self.refuse(f"it does not state {key}")
             return default
         if kind is float and type(value) is int:
-            value = float(value) if abs(value) < _HUGE else math.inf
+            value = float(value) if abs(value) < HUGE else math.inf
         if type(value) is not kind or not _is_usable(value):
             raise self.refuse(f"{key} is {value!r}, expected {_DESCRIBED[kind]}")
         found: Value = value
         return found
-
-    def read_limit(self, key: str, default: float | None) -> float | None:
-        """A number, or None where ``key`` is null; ``default`` where it is not stated."""
-        if key in self._values and not self.has(key):
-            return None
-        return default if default is None and not self.has(key) else self.read(key, float, default)
-
-    def read_first(self, keys: tuple[str, ...], kind: type[Value]) -> Value:
-        key = next((key for key in keys if self.has(key)), keys[0])
-        return self.read(key, kind)
 
     def read_table(self, key: str) -> Config:
         value = self._values.get(key)
@@ -93,12 +83,6 @@ class Config:
     def read_list(self, key: str) -> list[Any]:
         value = self._values.get(key, [])
         return value if isinstance(value, list) else [] if value is None else [value]
-
-    def read_numbers(self, key: str) -> list[float]:
-        numbers = self.read_list(key)
-        if not all(type(item) in (int, float) and 0 < item < _HUGE for item in numbers):
-            raise self.refuse(f"{key} is not a list of positive numbers")
-        return [float(item) for item in numbers]
 
     def demand(self, key: str, wanted: bool | str | int, default: bool | str | int) -> None:
         """`UserError` P544 unless ``key`` has the only value that can be computed."""

@@ -74,23 +74,22 @@ def find_repository(reference: HubReference, file: str | None = None) -> Reposit
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
     name, revision = reference.repository, reference.revision
+    folder: Path | None = None
     with explain_errors(reference):
         if is_offline_mode():
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-            files = {
-                path.relative_to(folder).as_posix(): path.stat().st_size
-                for path in folder.rglob("*")
-                if path.is_file()
-            }
-            chosen = choose_files(reference, files, file)
-            return Repository(name=name, commit=folder.name, sizes=chosen, cached=folder)
-        info = HfApi().model_info(name, revision=revision, files_metadata=True)
-        if info.sha is None:
+            found = (path for path in folder.rglob("*") if path.is_file())
+            files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+            commit: str | None = folder.name
+        else:
+            info = HfApi().model_info(name, revision=revision, files_metadata=True)
+            files = {item.rfilename: item.size or 0 for item in info.siblings or []}
+            commit = info.sha
+        if commit is None:
             raise _NotTheHub("it names no commit")
-    files = {item.rfilename: item.size or 0 for item in info.siblings or []}
-    chosen = choose_files(reference, files, file)
-    cached = _find_cached(name, info.sha, list(chosen))
-    return Repository(name=name, commit=info.sha, sizes=chosen, cached=cached)
+    sizes = choose_files(reference, files, file)
+    cached = folder or _find_cached(name, commit, list(sizes))
+    return Repository(name=name, commit=commit, sizes=sizes, cached=cached)
 
 
 def choose_files(
@@ -106,24 +105,19 @@ def choose_files(
         if name.endswith(_SMALL)
         and (name in top or PurePosixPath(name).parent == PurePosixPath(_TEMPLATES))
     }
-    weights: dict[str, int] = {}
     for ending in _WEIGHTS:
         if ending == ".gguf" and (models := _find_only_gguf(reference, files)):
             return models
         weights = {name: size for name, size in top.items() if name.endswith(ending)}
-        # Mistral's repositories have all weights twice.
-        whole = {name: n for name, n in weights.items() if not name.startswith("consolidated")}
-        weights = whole or weights
         if weights and "config.json" in top:
-            break
-        weights = {}
-    if not weights:
-        raise UserError.of(
-            "P767",
-            f"{reference.repository} has no weights that pi2 reads at {reference.revision}",
-            help="name a repository with config.json and safetensors files, or with a GGUF model",
-        )
-    return {**small, **weights}
+            # Mistral's repositories have all weights twice.
+            whole = {name: n for name, n in weights.items() if not name.startswith("consolidated")}
+            return {**small, **(whole or weights)}
+    raise UserError.of(
+        "P767",
+        f"{reference.repository} has no weights that pi2 reads at {reference.revision}",
+        help="name a repository with config.json and safetensors files, or with a GGUF model",
+    )
 
 
 _SIDE_FILE = re.compile(r"(^|[/.-])(mmproj|imatrix)([.-]|$)", re.IGNORECASE)

@@ -80,8 +80,8 @@ class Completed:
 
     @property
     def layers(self) -> int:
-        layers: int = self.config.read_first(_LAYERS, int)
-        return layers
+        stated = (key for key in _LAYERS if self.config.has(key))
+        return self.config.read(next(stated, _LAYERS[0]), int)
 
     def find(self, name: str) -> Any:
         if name in self.known:
