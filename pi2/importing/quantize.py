@@ -23,7 +23,7 @@ from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import explain_weight, map_in_order
 from pi2.importing.gguf_architectures import list_suited, name_in_file
 from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN, TEMPLATES, GgufCheckpoint
-from pi2.importing.gguf_file import GgufFile, join_blocks, read_gguf
+from pi2.importing.gguf_file import GgufFile, read_gguf
 from pi2.importing.gguf_tensors import GgufTensor, make_tensor
 from pi2.importing.gguf_writer import (
     NewTensor,
@@ -369,7 +369,7 @@ def take_blocks_of(rows: SourceTensor, raw: Raw, wanted: Format) -> U8 | None:
     taken = rows.take_codes(raw, like.name)
     if taken is None or taken[1] is None:
         return None
-    return join_blocks(like.unpack(taken[0], rows.shape[-1]), taken[1], wanted)
+    return like.join_blocks(*taken, rows.shape[-1])
 
 
 def _copy_keys(file: GgufFile) -> dict[str, bytes]:
