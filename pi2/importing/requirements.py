@@ -319,14 +319,8 @@ def _count_drafting(checkpoint: Checkpoint) -> int:
     return stated if type(stated) is int and 0 < stated <= 16 else 0
 
 
-_HARMLESS = re.compile(
-    r"(^|\.)(inv_freq|original_inv_freq|position_ids|masked_bias|(attn|attention)\.bias"
-    r"|[kvq]_(global_)?scale|kv_scale|[kvq]_zero_point|[kv]_proj\.[kv]_bias"
-    r"|(input|output|activation)_((global_)?scale|zero_point|scale_ub)"
-    r"|num_batches_tracked)$"
-)
-"""Tensors that change nothing: what follows from the configuration, masks, and scales of numbers
-that pi2 does not round."""
+_HARMLESS = re.compile("|".join(TABLE["harmless"]))
+"""Tensors that change nothing."""
 
 
 def _list_unused(checkpoint: Checkpoint, model: Model) -> list[str]:

@@ -9,6 +9,7 @@ from pi2.importing.config import (
     ACTIVATIONS,
     HUGE,
     ROTATED_SHARE,
+    TABLE,
     TURN_FACTOR,
     Config,
     Layer,
@@ -91,13 +92,7 @@ def within(scope: Completed, table: str, key: str, default: Any) -> Any:
     return default if found is None else found
 
 
-_KINDS = {
-    "full_attention": "attention",
-    "attention": "attention",
-    "linear_attention": "linear",
-    "mamba": "linear",
-    "conv": "linear",
-}
+_KINDS: Mapping[str, str] = TABLE["mixers"]
 """Whether layers are attention, by their names in configurations."""
 
 
