@@ -205,6 +205,7 @@ def make_config(
     if not 0 <= later < layers:
         raise metadata.refuse(f"{later} of {layers} layers draft tokens")
     layers -= later  # they are no part of the model
+    marks = find_marks(metadata.file, metadata.values, vocab)
     config: dict[str, Any] = {
         "model_type": stated.model_type,
         "_name_or_path": read("general.name", str, show_path(Path(metadata.file.stem))),
@@ -217,8 +218,10 @@ def make_config(
         "max_position_embeddings": count("{arch}.context_length"),
         "tie_word_embeddings": tied,
         "hidden_act": "relu" if sparse else stated.activation,
-        **_read_tokens(metadata, vocab),
+        "eos_token_id": list(marks.ends),
     }
+    if marks.begin is not None:
+        config["bos_token_id"] = marks.begin
     scope = Scope(metadata, config, tensors, stated.layer)
     for table in list_tables(stated):
         if not table.test or scope.compute(table.test):
@@ -230,12 +233,6 @@ def make_config(
     # A setting of the family says what its files do not.
     config |= deepcopy(stated.settings)
     return config
-
-
-def _read_tokens(metadata: Metadata, vocab: int) -> dict[str, Any]:
-    marks = find_marks(metadata.file, metadata.values, vocab)
-    begin = {} if marks.begin is None else {"bos_token_id": marks.begin}
-    return {"eos_token_id": list(marks.ends), **begin}
 
 
 _NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")

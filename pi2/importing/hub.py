@@ -67,6 +67,10 @@ class Repository:
     cached: Path | None = None
     """Its folder, if the hub's own cache has the files."""
 
+    @property
+    def reference(self) -> HubReference:
+        return HubReference(self.name, self.commit)
+
 
 def find_repository(reference: HubReference, file: str | None = None) -> Repository:
     """Resolve the revision and choose files with the hub's settings; ``file``: one of several
@@ -173,7 +177,7 @@ def fetch_files(
         return repository.cached
     chosen = list(repository.sizes) if names is None else names
     total, is_known = sum(repository.sizes[name] for name in chosen), False
-    with explain_errors(HubReference(repository.name, repository.commit)):
+    with explain_errors(repository.reference):
         folder.mkdir(parents=True, exist_ok=True)
         check_space(repository, folder, total)
     ordered = sorted(chosen, key=lambda name: (is_weight_file(name), name))
@@ -206,7 +210,7 @@ def fetch_file(
     as `fetch_files`."""
     from huggingface_hub import hf_hub_download
 
-    with explain_errors(HubReference(repository.name, repository.commit)):
+    with explain_errors(repository.reference):
         for left in folder.rglob("*.incomplete"):
             left.unlink()  # the library does not go on with what a call before has left
         if is_weight_file(name):
@@ -258,7 +262,7 @@ def fetch_into_cache(
 
     found = dict[str, Path]()
     for name, report in _list_reports(repository, list(repository.sizes), progress):
-        with explain_errors(HubReference(repository.name, repository.commit)):
+        with explain_errors(repository.reference):
             place = hf_hub_download(
                 repository.name, name, revision=repository.commit, tqdm_class=_make_bar(report)
             )
@@ -464,7 +468,7 @@ class HubShards:
             return kept.read_bytes(), size
         prefix = self.read_bytes(file, 0, 8)
         text = self.read_bytes(file, 8, measure_header(file, prefix, size))
-        with explain_errors(self._reference):
+        with explain_errors(self._repository.reference):
             replace_file(kept, prefix + text)
         return prefix + text, size
 
@@ -480,7 +484,7 @@ class HubShards:
         headers = {**build_hf_headers(), "Range": f"bytes={offset}-{offset + count - 1}"}
         found = bytearray()
         with (
-            explain_errors(self._reference),
+            explain_errors(self._repository.reference),
             http_stream_backoff("GET", url, headers=headers, timeout=30) as response,
         ):
             if response.status_code >= 400:
@@ -525,7 +529,3 @@ class HubShards:
     def describe(self, file: Path) -> list[str | int]:
         repository = self._repository
         return [repository.name, repository.commit, file.name, repository.sizes[file.name]]
-
-    @property
-    def _reference(self) -> HubReference:
-        return HubReference(self._repository.name, self._repository.commit)

@@ -105,10 +105,8 @@ def _compare_hash(
                 yield report_file("P507", file, "its contents have changed: a checksum differs")
         elif hash_file(file, advance) != entry.sha256:
             yield report_file("P507", file, "its contents have changed: the SHA-256 differs")
-            return
     except FileNotFoundError:
         yield report_file("P506", file, "it is missing")
-        return
     except OSError as error:
         yield report_file("P508", file, f"it cannot be read: {error.strerror}")
 

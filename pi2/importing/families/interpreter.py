@@ -156,12 +156,13 @@ class Description(Completed):
         completed = Completed(config, sections, functions).complete()
         super().__init__(completed, Sections(), functions)
         self.raw, self.sections, self.family = config, sections, family
+        read, fixed = dict(flatten(sections.read)), dict(flatten(sections.set))
         self.stated = {
-            **dict(flatten(sections.read)),
-            **dict(flatten(sections.set)),
+            **read,
+            **fixed,
             **{f"tensors.{k}": v for k, v in expand_names(sections.names, family.layer)},
         }
-        self.reads = dict(flatten(sections.read)).keys() - dict(flatten(sections.set)).keys()
+        self.reads = read.keys() - fixed.keys()
         self.tables: dict[str, Any] = {}
         self.windowed: list[int] = []
 
