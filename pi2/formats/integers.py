@@ -1,5 +1,7 @@
-"""Integers with a scale: of stores int4 and int8 to nearest, and ternary; of files Q4_0 and its
-like, and one or two bits of each weight.  And floats as they are.
+"""Integers with a scale, and floats as they are.
+
+Stores have int4 and int8 to nearest, and ternary; files Q4_0 and its like, and one or two bits of
+each weight.
 
 - int4: ``scale = fp16(max|w| / 7)``, ``code = clip(rint(w / scale), -8, 7)``
 - int8: ``scale = fp16(max|w| / 127)``, ``code = clip(rint(w / scale), -127, 127)``

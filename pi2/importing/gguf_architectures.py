@@ -246,8 +246,8 @@ def choose_names(architecture: Architecture, *, has_two: bool) -> Names:
 
 
 def find_place(names: Names, name: str) -> tuple[str, str] | None:
-    """The name that a Hugging Face checkpoint has for the tensor ``name`` of a file, perhaps with
-    ``{expert}`` in it, and the file's without the layer's number: ``attn_q.weight``.  None if it
+    """What a Hugging Face checkpoint calls the tensor ``name`` of a file, perhaps with ``{expert}``
+    in it; and the file's name without the layer's number, such as ``attn_q.weight``.  None if it
     has no place there."""
     numbered = _NUMBERED.fullmatch(name)
     if numbered is None:

@@ -247,8 +247,8 @@ _BLOCK = 4096
 
 
 def make_cutoff(gates: SourceTensor, deviations: float, has_remainders: bool) -> F32:
-    """The mean gate row, and rows whose products with an input are, as a vector, as long as
-    ``deviations`` from the mean of ``gates``: float32 [1 + min(n, hidden), hidden].  With
+    """The mean row of ``gates``, and rows whose products with an input are, as a vector, as long as
+    ``deviations`` from that mean.  They are float32 [1 + min(n, hidden), hidden]; with
     ``has_remainders``, as many rows follow that have what fp16 leaves of the first."""
     mean, factor = _factor_products(gates)
     scale = abs(deviations) / math.sqrt(gates.shape[0])
