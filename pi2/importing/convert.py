@@ -252,10 +252,11 @@ class _Conversion:
         return [self._read_matrices(group) for group in sources]
 
     def _read_matrices(self, group: list[SourceTensor]) -> list[Raw]:
-        *inner, down = group
-        # Columns become rows once, in a narrow type: gathering columns would be far slower.
-        found = [*(source.read_raw() for source in inner), down.read_turned()]
-        self._progress.add(sum(source.size_bytes for source in group))
+        found = []
+        for source in group:
+            # Columns become rows once, in a narrow type: gathering columns would be far slower.
+            found.append(source.read_turned() if source is group[-1] else source.read_raw())
+            self._progress.add(source.size_bytes)
         return found
 
     def _read_biases(self, layer: int, bundle: BundleLayout) -> F32 | None:
