@@ -327,7 +327,7 @@ def choose_wish(
 
     arranges = bool(find_obstacles(source, model))
     if quantization is None:
-        is_plain = all(tensor.is_stored for tensor in source.tensors.values())
+        is_plain = all(tensor.kind == "stored" for tensor in source.tensors.values())
         quantization = usual if is_plain else None
     if quantization in MIXTURES:
         return model, Wish(mixture=quantization, arranges=arranges)

@@ -28,6 +28,12 @@ class ByteProgress:
         self.total_bytes = total_bytes
         """May grow while work is under way."""
         self._first: tuple[float, int] | None = None
+        self._done_bytes = 0
+
+    def add(self, count: int) -> None:
+        """Report that ``count`` more bytes are done."""
+        self._done_bytes += count
+        self(self._done_bytes)
 
     def __call__(self, done_bytes: int) -> None:
         total = max(1, self.total_bytes)

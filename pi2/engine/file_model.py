@@ -99,10 +99,10 @@ def cut_rows(
             Piece(
                 tensor.file,
                 tensor.offset + first * tensor.row_bytes,
-                min(rows, tensor.rows - first) * tensor.row_bytes,
+                min(rows, tensor.all_rows - first) * tensor.row_bytes,
             ),
         )
-        for first in range(0, tensor.rows, rows)
+        for first in range(0, tensor.all_rows, rows)
     ]
 
 

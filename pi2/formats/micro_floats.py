@@ -31,7 +31,7 @@ MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 """What a code without its sign stands for, in units of its group."""
 NUMBERS = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
 """What codes stand for."""
-_BYTES = next(own for own in INTEGERS if own.bits == 8)
+_BYTES = next(own for own in INTEGERS if own.name == "int8")
 """Spread exponents are laid out like codes of 8 bits."""
 
 

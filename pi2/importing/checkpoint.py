@@ -23,6 +23,7 @@ from pi2.importing.safetensors_file import (
     StreamedTensor,
     list_safetensors,
     list_streamed,
+    refuse_export,
 )
 from pi2.plan.documents.model import Model
 from pi2.sandbox.tokenizer import try_tokenizer
@@ -298,7 +299,9 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
         )
     stated = read_json(folder / "config.json")
     config = unwrap_config(stated)
-    files = find_weight_files(folder)
+    index = _find_index(folder)
+    places = {} if index is None else _read_weight_map(index)
+    files = [folder / name for name in sorted(set(places.values()))] or [_find_single(folder)]
     tensors: dict[str, SourceTensor] = {}
     for file in files:
         if shards is None:
@@ -306,19 +309,21 @@ def open_folder(folder: Path, shards: Shards | None = None) -> Checkpoint:
         found = list_tensors(file) if shards is None else list_streamed(file, shards)
         for name, tensor in found.items():
             if name in tensors:
-                raise UserError.of(
-                    "P536",
-                    f"tensor {name!r} is in {tensors[name].file} and in {file}",
-                    help="download or export the checkpoint again",
+                raise refuse_export(
+                    "P536", f"tensor {name!r} is in {tensors[name].file} and in {file}"
                 )
             tensors[name] = tensor
-    _check_index(folder, tensors)
+    for name, place in places.items():
+        if name not in tensors or tensors[name].file.name != place:
+            assert index is not None
+            raise refuse_export(
+                "P533", f"{folder / place} has no tensor {name!r}, although {index.name} says so"
+            )
     beginnings = list_beginnings(config)
-    place, settings = folder / "config.json", find_settings(stated)
+    says, settings = folder / "config.json", find_settings(stated)
     if not settings and (folder / _MODELOPT).is_file():
-        place = folder / _MODELOPT
-        settings = {"quant_method": "modelopt"}
-    decoded = decode_weights(place, settings, divide_stacks(tensors))
+        says, settings = folder / _MODELOPT, {"quant_method": "modelopt"}
+    decoded = decode_weights(says, settings, divide_stacks(tensors))
     return Checkpoint(
         folder=folder,
         config=config,
@@ -359,18 +364,20 @@ def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor
     return divided
 
 
-def find_weight_files(folder: Path) -> list[Path]:
-    """The single weight file, or the files that the index names, in order of their names."""
-    single, index = _find_first(folder)
-    if single is not None:
-        return [single]
-    if index is not None:
-        return [folder / name for name in sorted(set(_read_weight_map(index).values()))]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        found = sorted(file for ending in PICKLED for file in folder.glob(f"*{ending}"))
+def _find_index(folder: Path) -> Path | None:
+    """The index of several weight files, unless a single one before it is a whole checkpoint."""
+    names = (name for pair in zip(SINGLES, INDEXES, strict=True) for name in pair)
+    found = next((name for name in names if (folder / name).exists()), None)
+    return folder / found if found in INDEXES else None
+
+
+def _find_single(folder: Path) -> Path:
+    """The only weight file of a folder without an index; `UserError` P531."""
+    names = (name for name in SINGLES if (folder / name).exists())
+    found = [folder / name for name in names][:1] or sorted(folder.glob("*.safetensors"))
+    found = found or sorted(file for ending in PICKLED for file in folder.glob(f"*{ending}"))
     if len(found) == 1:
-        return found
+        return found[0]
     if found:
         problem = f"{len(found)} weight files and no {INDEXES[0]}"
         raise UserError.of("P531", f"{folder} has {problem}", help=f"add {INDEXES[0]}")
@@ -398,16 +405,6 @@ def list_tensors(file: Path) -> Mapping[str, SourceTensor]:
     return list_safetensors(file)
 
 
-def _find_first(folder: Path) -> tuple[Path | None, Path | None]:
-    """The weight file that is a whole checkpoint, or the index of several; None for the other."""
-    for single, index in zip(SINGLES, INDEXES, strict=True):
-        if (folder / single).exists():
-            return folder / single, None
-        if (folder / index).exists():
-            return None, folder / index
-    return None, None
-
-
 def _read_weight_map(file: Path) -> dict[str, str]:
     weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -426,19 +423,6 @@ def _read_weight_map(file: Path) -> dict[str, str]:
 def _is_file_name(name: str) -> bool:
     """Whether it is a file of the folder itself, in characters that a file system can take."""
     return name.isprintable() and name == Path(name).name and name not in ("", ".", "..")
-
-
-def _check_index(folder: Path, tensors: Mapping[str, SourceTensor]) -> None:
-    index = _find_first(folder)[1]
-    if index is None:
-        return
-    for name, file in _read_weight_map(index).items():
-        if name not in tensors or tensors[name].file.name != file:
-            raise UserError.of(
-                "P533",
-                f"{folder / file} has no tensor {name!r}, although {index.name} says so",
-                help="download or export the checkpoint again",
-            )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value", int, float, bool, str)
 
-_HUGE = 10**300
+HUGE = 10**300
 """Whole numbers from here on may not fit into a float."""
 
 _MOST_WHOLE = 2**53
@@ -67,21 +66,11 @@ class Config:
                 raise self.refuse(f"it does not state {key}")
             return default
         if kind is float and type(value) is int:
-            value = float(value) if abs(value) < _HUGE else math.inf
+            value = float(value) if abs(value) < HUGE else math.inf
         if type(value) is not kind or not _is_usable(value):
             raise self.refuse(f"{key} is {value!r}, expected {_DESCRIBED[kind]}")
         found: Value = value
         return found
-
-    def read_limit(self, key: str, default: float | None) -> float | None:
-        """A number, or None where ``key`` is null; ``default`` where it is not stated."""
-        if key in self._values and not self.has(key):
-            return None
-        return default if default is None and not self.has(key) else self.read(key, float, default)
-
-    def read_first(self, keys: tuple[str, ...], kind: type[Value]) -> Value:
-        key = next((key for key in keys if self.has(key)), keys[0])
-        return self.read(key, kind)
 
     def read_table(self, key: str) -> Config:
         value = self._values.get(key)
@@ -94,12 +83,6 @@ class Config:
     def read_list(self, key: str) -> list[Any]:
         value = self._values.get(key, [])
         return value if isinstance(value, list) else [] if value is None else [value]
-
-    def read_numbers(self, key: str) -> list[float]:
-        numbers = self.read_list(key)
-        if not all(type(item) in (int, float) and 0 < item < _HUGE for item in numbers):
-            raise self.refuse(f"{key} is not a list of positive numbers")
-        return [float(item) for item in numbers]
 
     def demand(self, key: str, wanted: bool | str | int, default: bool | str | int) -> None:
         """`UserError` P544 unless ``key`` has the only value that can be computed."""
@@ -130,10 +113,6 @@ TURN_FACTOR = "gguf_turn_factor"
 # Blocks that mix tokens and the FFN that follows them are a layer.  A layer may have no mixer, if
 # FFNs follow each other, and no FFN, at the end of the model or if attention comes a second time.
 _FIXED = (("backbone.embeddings.", "model.embed_tokens."), ("backbone.norm_f.", "model.norm."))
-_NUMBERED = re.compile(
-    r"(backbone\.layers\.\d{1,9}\.(?:mixer|norm)\."
-    r"|model\.layers\.\d{1,9}\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.))(.+)"
-)
 
 _Tensor = TypeVar("_Tensor")
 
@@ -206,7 +185,11 @@ def _list_kimi(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """FFNs of Kimi Linear's layers without experts: transformers names them as an MoE model's."""
     count = config.get("num_hidden_layers")
     layers = [f"model.layers.{n}" for n in range(min(count, 1024) if type(count) is int else 0)]
-    return [(f"{layer}.block_sparse_moe.", f"{layer}.mlp.") for layer in layers]
+    return [
+        (f"{layer}.block_sparse_moe.{part}_proj.", f"{layer}.mlp.{part}_proj.")
+        for layer in layers
+        for part in ("gate", "up", "down")
+    ]
 
 
 def rename_tensors(
@@ -216,11 +199,10 @@ def rename_tensors(
     new_by_old = dict(beginnings)
     renamed = {}
     for name, tensor in tensors.items():
-        numbered = _NUMBERED.fullmatch(name)
-        fixed = next((old for old, _ in _FIXED if name.startswith(old)), None)
-        old = numbered[1] if numbered else fixed
-        new = None if old is None else new_by_old.get(old)
-        renamed[name if old is None or new is None else new + name[len(old) :]] = tensor
+        words = name.split(".")
+        starts = (".".join([*words[:count], ""]) for count in (2, 4, 5))
+        old = next((start for start in starts if start in new_by_old), "")
+        renamed[new_by_old.get(old, "") + name.removeprefix(old)] = tensor
     return renamed
 
 

@@ -137,7 +137,6 @@ class _Conversion:
     _writer: StoreWriter
     _pool: ThreadPoolExecutor
     _progress: ByteProgress
-    _read_bytes: int = 0
     _left: Sequence[int] = ()
     """Layers whose neurons are not there."""
     _reading: tuple[int, Future[list[list[Raw]]]] | None = None
@@ -178,7 +177,7 @@ class _Conversion:
         raw: list[list[Raw]] | Kept[int, list[Raw]]
         if self._model.moe is not None and is_by_expert(order, self._model.shape.ffn):
             # Experts are read one after the other: all of them may be larger than memory.
-            raw = Kept(partial(self._read_expert, matrices))
+            raw = Kept(lambda expert: self._read_matrices(matrices[expert]))
         else:
             reading, self._reading = self._reading, None
             is_read = reading is not None and reading[0] == layer
@@ -252,15 +251,13 @@ class _Conversion:
     def _read_layer(self, sources: list[list[SourceTensor]]) -> list[list[Raw]]:
         return [self._read_matrices(group) for group in sources]
 
-    def _read_expert(self, sources: list[list[SourceTensor]], number: int) -> list[Raw]:
-        return self._read_matrices(sources[number])
-
     def _read_matrices(self, group: list[SourceTensor]) -> list[Raw]:
-        *inner, down = group
+        found = []
         for source in group:
-            self._advance(source)
-        # Columns become rows once, in a narrow type: gathering columns would be far slower.
-        return [*(source.read_raw() for source in inner), down.read_turned()]
+            # Columns become rows once, in a narrow type: gathering columns would be far slower.
+            found.append(source.read_turned() if source is group[-1] else source.read_raw())
+            self._progress.add(source.size_bytes)
+        return found
 
     def _read_biases(self, layer: int, bundle: BundleLayout) -> F32 | None:
         """Biases of a layer's neurons float32 [ffn, n]; None where they have none."""
@@ -282,8 +279,7 @@ class _Conversion:
         return _check_floats(factors, self._find_factors(layer))
 
     def _quantize_rows(self, tensor: DenseTensor, sources: list[SourceTensor]) -> TensorPieces:
-        for source in sources:
-            self._advance(source)
+        self._progress.add(sum(source.size_bytes for source in sources))
         if len(sources[0].shape) == 1:
             offset = self._model.norm.weight_offset if tensor.name.endswith("_norm") else 0.0
             vectors = [source.read()[None] + np.float32(offset) for source in sources]
@@ -348,10 +344,6 @@ class _Conversion:
 
     def _find(self, key: str, layer: int, expert: int) -> SourceTensor:
         return find_ffn_rows(self._source.tensors, self._model, key, layer, expert)
-
-    def _advance(self, source: SourceTensor) -> None:
-        self._progress(self._read_bytes)
-        self._read_bytes += source.size_bytes
 
 
 def _check_floats(values: F32, source: SourceTensor) -> F32:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Self
 
 import numpy as np
 
 from pi2.arrays import F16, F32, I32, U8, Raw
 from pi2.diagnostics import UserError
 from pi2.formats import find_packing
-from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.safetensors_file import Kind, SourceTensor, refuse_export
 from pi2.plan.weights.layout import GROUP, Precision
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -48,24 +48,11 @@ def read_array(tensor: SourceTensor, start: int = 0, stop: int | None = None) ->
     """Rows of codes or numbers as numpy has them; `UserError` P532 for missing bytes, P535."""
     if tensor.dtype in _FLOATS:
         return tensor.read(start, stop)
-    storage = _INTEGERS.get(tensor.dtype)
-    if storage is None:
-        tensor.check_type()
-    assert storage is not None
-    rows = tensor.shape[0] if tensor.shape else 1
-    stop = rows if stop is None else stop
-    width = math.prod(tensor.shape[1:])
-    item = np.dtype(storage).itemsize
-    if rows * width * item != tensor.size_bytes:
-        raise UserError.of(
-            "P532",
-            f"cannot read {tensor.file}: tensor {tensor.name!r} has not the bytes that its shape "
-            "needs",
-            help="download or export the checkpoint again",
-        )
-    skip = start * width * item
-    flat = tensor.read_flat(tensor.offset + skip, (stop - start) * width, storage)
-    return flat.reshape(stop - start, *tensor.shape[1:])
+    storage = _INTEGERS.get(tensor.dtype) or tensor.check_type()
+    if math.prod(tensor.shape) * np.dtype(storage).itemsize != tensor.size_bytes:
+        problem = f"tensor {tensor.name!r} has not the bytes that its shape needs"
+        raise refuse_export("P532", f"cannot read {tensor.file}: {problem}")
+    return tensor.read_as(storage, start, stop)
 
 
 def take_part(
@@ -74,11 +61,7 @@ def take_part(
     """A tensor of ``shape`` and one of ``dtypes``; `UserError` P533, P534 or P535."""
     tensor = tensors.get(name)
     if tensor is None:
-        raise UserError.of(
-            "P533",
-            f"there is no tensor {name!r}, which others need to be decoded",
-            help="download or export the checkpoint again",
-        )
+        raise refuse_export("P533", f"there is no tensor {name!r}, which others need to be decoded")
     if dtypes and tensor.dtype not in dtypes:
         raise UserError.of(
             "P535",
@@ -92,16 +75,11 @@ def take_part(
 
 
 def refuse_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> UserError:
-    return UserError.of(
+    return refuse_export(
         "P534",
         f"tensor {tensor.name!r} in {tensor.file} has the shape {list(tensor.shape)}, the tensors "
         f"that belong to it say {list(shape)}",
-        help="download or export the checkpoint again",
     )
-
-
-Kind = Literal["plain", "ternary", "mxfp4", "nvfp4"]
-"""Of numbers: any, -1, 0 and 1 times one scale, or 4-bit floats with a scale for each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +90,30 @@ class DecodedTensor(SourceTensor):
     """All that it is made of, and what else belongs to it."""
     compute: Callable[[int, int], F32]
     """Gives rows from one on and before another, float32 [n, ...]."""
-    keeps: bool = False
-    """Whether the parts have its numbers as they are, in the type ``dtype``."""
-    kind: Kind = "plain"
+    kind: Kind = "computed"
 
-    @property
-    def is_stored(self) -> bool:
-        return self.keeps
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.kind == "mxfp4"
-
-    def is_ternary(self) -> bool:
-        return self.kind == "ternary"
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        compute: Callable[[int, int], F32],
+        *parts: SourceTensor,
+        dtype: str = "F32",
+        **own: Any,
+    ) -> Self:
+        """The tensor ``name``, made of ``parts``, with further fields of its ``own``."""
+        return cls(
+            file=parts[0].file if parts else Path(),
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            offset=0,
+            size_bytes=sum(part.size_bytes for part in parts),
+            parts=parts,
+            compute=compute,
+            **own,
+        )
 
     def check_type(self) -> str:
         return "<f4"
@@ -143,39 +131,17 @@ class DecodedTensor(SourceTensor):
         return quantize_exactly(self.widen(raw)) if has_groups and is_wide else None
 
 
-def describe_decoded(
-    name: str, shape: tuple[int, ...], compute: Callable[[int, int], F32], *parts: SourceTensor
-) -> dict[str, Any]:
-    """What every `DecodedTensor` states of itself, made of ``parts``."""
-    return {
-        "file": parts[0].file if parts else Path(),
-        "name": name,
-        "dtype": "F32",
-        "shape": shape,
-        "offset": 0,
-        "size_bytes": sum(part.size_bytes for part in parts),
-        "parts": parts,
-        "compute": compute,
-    }
-
-
-def compute_tensor(
-    name: str,
-    shape: tuple[int, ...],
-    compute: Callable[[int, int], F32],
-    *parts: SourceTensor,
-    dtype: str | None = None,
-    kind: Kind = "plain",
+def compute_alike(
+    whole: SourceTensor, shape: tuple[int, ...], compute: Callable[[int, int], F32]
 ) -> DecodedTensor:
-    """A tensor that a function makes of ``parts``; ``dtype``: the type of numbers that are
-    kept as they are."""
-    own = describe_decoded(name, shape, compute, *parts) | {"dtype": dtype or "F32"}
-    return DecodedTensor(**own, keeps=dtype is not None, kind=kind)
+    """A tensor of numbers of ``whole``, which stay in the type that the file keeps them in."""
+    own = {"kind": "stored", "dtype": whole.dtype} if whole.kind == "stored" else {}
+    return DecodedTensor.make(whole.name, shape, compute, whole, **own)
 
 
 def multiply_columns(matrix: SourceTensor, factors: F32, *parts: SourceTensor) -> DecodedTensor:
     """A matrix whose columns are multiplied by ``factors`` [columns]; ``parts`` belong to it."""
-    return compute_tensor(
+    return DecodedTensor.make(
         matrix.name,
         matrix.shape,
         lambda start, stop: matrix.read(start, stop) * factors,
@@ -259,10 +225,12 @@ class ScaledCodes:
     fills: bool = False
     """Whether -1 fills numbers that the quantiser has left out: groups follow each other."""
 
-    def make(self, name: str, *parts: SourceTensor | None, kind: Kind = "plain") -> DecodedTensor:
+    def make(
+        self, name: str, *parts: SourceTensor | None, kind: Kind = "computed"
+    ) -> DecodedTensor:
         """The tensor ``name``, which is made of ``parts``."""
         given = [part for part in (*parts, self.groups) if part is not None]
-        return compute_tensor(name, self.shape, self._decode, *given, kind=kind)
+        return DecodedTensor.make(name, self.shape, self._decode, *given, kind=kind)
 
     def _decode(self, start: int, stop: int) -> F32:
         numbers = self.codes(start, stop)

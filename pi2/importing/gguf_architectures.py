@@ -4,7 +4,7 @@ configurations, with the scaling of positions that tensors tell."""
 import json
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -19,9 +19,11 @@ from pi2.caches import show_path
 from pi2.diagnostics import UserError
 from pi2.importing.config import ROTATED_SHARE, TURN_FACTOR
 from pi2.importing.families import list_families
+from pi2.importing.families.interpreter import expand_names
 from pi2.importing.gguf_metadata import Metadata
 from pi2.importing.gguf_tokens import find_marks
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.tensor import match_name
 from pi2.plan.documents.family import Architecture
 from pi2.plan.toml.expressions import evaluate, is_expression, list_names, parse_expression
 
@@ -34,19 +36,17 @@ def list_architectures() -> list[str]:
 
 
 @cache
-def find_architecture(name: str) -> Architecture | None:
-    """The architecture of that name, with whole `names` and with the keys of those it extends; None
-    where none is known."""
-    if name not in list_families().architectures:
-        return None
+def find_architecture(name: str) -> Architecture:
+    """The known architecture of that name, with whole `names` and with the keys of those it
+    extends."""
     family, table = list_families().architectures[name]
     names, keys = dict[str, str](), dict[str, list[Any]]()
     for base in table.get("extends", () if name.startswith("_") else ("_decoder",)):
         own = find_architecture(base)
-        assert own is not None
         names |= own.names
         keys |= own.keys
-    names |= _write_names(table.get("names", {}), table.get("layer", "model.layers.{layer}"))
+    layer = table.get("layer", "model.layers.{layer}")
+    names |= dict(expand_names(table.get("names", {}), layer, "blk.{layer}"))
     whole = {
         "model_type": family,
         **table,
@@ -60,34 +60,16 @@ def list_tables(stated: Architecture) -> Iterator[Architecture]:
     """Tables whose keys count before its own, weakest first."""
     for name in stated.read:
         own = find_architecture(name)
-        assert own is not None
         yield from list_tables(own) if "read" in own.model_fields_set else ()
         yield own
 
 
-def list_suited(family: object) -> list[str]:
-    """Architectures of the models of a family, as configurations name it."""
-    return [
-        name
-        for name, (own, table) in list_families().architectures.items()
-        if not name.startswith("_")
-        and family in (own, table.get("model_type"), *table.get("families", ()))
-    ]
-
-
-def _write_names(stated: Names, layer: str) -> Names:
-    """The names that a document's ``names`` stand for."""
-    found = {}
-    for own, original in stated.items():
-        pair = [
-            f"{start}{text}" if text.startswith(".") else text
-            for start, text in (("blk.{layer}", own), (layer, original))
-        ]
-        for part in ("gate", "up", "down") if "{part}" in own else ("",):
-            for end in ("weight", "bias") if own.endswith(".*") else ("",):
-                key, value = (t.replace("{part}", part).replace(".*", f".{end}") for t in pair)
-                found[key] = value
-    return found
+def list_suited(family: object) -> Iterator[tuple[str, Architecture]]:
+    """Architectures of the models of a family, as configurations name it, by their names."""
+    for name, (own, table) in list_families().architectures.items():
+        families = (own, table.get("model_type"), *table.get("families", ()))
+        if not name.startswith("_") and family in families:
+            yield name, find_architecture(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +205,7 @@ def make_config(
     if not 0 <= later < layers:
         raise metadata.refuse(f"{later} of {layers} layers draft tokens")
     layers -= later  # they are no part of the model
+    marks = find_marks(metadata.file, metadata.values, vocab)
     config: dict[str, Any] = {
         "model_type": stated.model_type,
         "_name_or_path": read("general.name", str, show_path(Path(metadata.file.stem))),
@@ -235,8 +218,10 @@ def make_config(
         "max_position_embeddings": count("{arch}.context_length"),
         "tie_word_embeddings": tied,
         "hidden_act": "relu" if sparse else stated.activation,
-        **_read_tokens(metadata, vocab),
+        "eos_token_id": list(marks.ends),
     }
+    if marks.begin is not None:
+        config["bos_token_id"] = marks.begin
     scope = Scope(metadata, config, tensors, stated.layer)
     for table in list_tables(stated):
         if not table.test or scope.compute(table.test):
@@ -250,62 +235,38 @@ def make_config(
     return config
 
 
-def _read_tokens(metadata: Metadata, vocab: int) -> dict[str, Any]:
-    marks = find_marks(metadata.file, metadata.values, vocab)
-    begin = {} if marks.begin is None else {"bos_token_id": marks.begin}
-    return {"eos_token_id": list(marks.ends), **begin}
-
-
 _NUMBERED = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)\.weight")
 
 
-def choose_names(architecture: Architecture, tensors: Container[str]) -> Names:
-    two = find_architecture("_falcon_40b")
-    has_two = architecture.model_type == "falcon" and "blk.0.attn_norm_2.weight" in tensors
-    return two.names if has_two and two is not None else architecture.names
+def choose_names(architecture: Architecture, *, has_two: bool) -> Names:
+    """Names of tensors; ``has_two``: whether layers have two norms, as some models of Falcon do."""
+    is_large = has_two and architecture.model_type == "falcon"
+    return find_architecture("_falcon_40b").names if is_large else architecture.names
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a file's tensor in a Hugging Face checkpoint."""
-
-    pattern: str
-    """The tensor's name in a Hugging Face checkpoint, perhaps with ``{expert}`` in it."""
-    kind: str
-    """The tensor's name in the file without the layer's number: ``attn_q.weight``."""
-    layer: int
-
-
-def find_place(names: Names, name: str) -> Place | None:
-    """The place of the tensor ``name`` of a file; None if it has none."""
+def find_place(names: Names, name: str) -> tuple[str, str] | None:
+    """What a Hugging Face checkpoint calls the tensor ``name`` of a file, perhaps with ``{expert}``
+    in it; and the file's name without the layer's number, such as ``attn_q.weight``.  None if it
+    has no place there."""
     numbered = _NUMBERED.fullmatch(name)
     if numbered is None:
-        pattern = names.get(name)
-        return None if pattern is None else Place(pattern, name, 0)
-    layer, kind = int(numbered[1]), numbered[2]
+        return (names[name], name) if name in names else None
+    layer, kind = numbered.groups()
     expert = _EXPERT.fullmatch(kind)
-    key = f"blk.{{layer}}.{kind}"
-    if expert is not None:
-        key = f"blk.{{layer}}.{expert[1]}.{{expert}}.weight"
-    pattern = names.get(key)
+    own = kind if expert is None else f"{expert[1]}.{{expert}}.weight"
+    pattern = names.get(f"blk.{{layer}}.{own}")
     if pattern is None:
         return None
-    pattern = pattern.replace("{layer}", str(layer))
-    if expert is not None:
-        pattern = pattern.replace("{expert}", expert[2])
-    return Place(pattern, kind, layer)
+    # Only a file's tensor of one expert has its number.
+    number = "{expert}" if expert is None else expert[2]
+    return pattern.replace("{layer}", layer).replace("{expert}", number), kind
 
 
 def name_in_file(names: Names, wanted: str) -> str:
     """A file's name of the Hugging Face tensor ``wanted``; ``wanted`` itself if there is none."""
     for name, pattern in names.items():
-        parts = re.split(r"\{(\w+)\}", pattern)
-        expression = "".join(
-            re.escape(part) if index % 2 == 0 else rf"(?P<{part}>\d+)"
-            for index, part in enumerate(parts)
-        )
-        found = re.fullmatch(expression, wanted)
+        found = match_name(pattern).fullmatch(wanted)
         if found is not None:
             for key, number in found.groupdict().items():
                 name = name.replace(f"{{{key}}}", number)

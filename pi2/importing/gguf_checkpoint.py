@@ -196,10 +196,11 @@ def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
     metadata = Metadata(files[0].path, files[0].metadata)
     if metadata.architecture == OWN:
         return _open_folder_file(path, files, metadata)
-    architecture = find_architecture(metadata.architecture)
-    if architecture is None:
+    if metadata.architecture not in list_families().architectures:
         raise _refuse_architecture(path, metadata.architecture)
-    names = choose_names(architecture, {name for file in files for name in file.entries})
+    architecture = find_architecture(metadata.architecture)
+    has_two = any("blk.0.attn_norm_2.weight" in file.entries for file in files)
+    names = choose_names(architecture, has_two=has_two)
     tensors: dict[str, SourceTensor] = {}
     scales = _list_scales(files, names)
     for file in files:
@@ -364,33 +365,34 @@ def _place_tensor(
         for part in _split_qkv(entry, names, metadata):
             found |= _place_tensor(file, part, names, architecture, metadata, scale)
         return found or {entry.name: make_tensor(file, entry)}
-    if not place.pattern:
+    pattern, kind = place
+    if not pattern:
         return {}
-    is_turned = place.kind == "ffn_down_t.weight"
+    is_turned = kind == "ffn_down_t.weight"
     shape = entry.shape[::-1] if is_turned else entry.shape
-    if place.kind == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
+    if kind == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
         shape = (1, *shape)  # a router of one expert
-    norm = place.kind.endswith("norm.weight") and place.kind != "ssm_norm.weight"
-    if place.kind == "shortconv.conv.weight" and len(shape) == 2:
+    norm = kind.endswith("norm.weight") and kind != "ssm_norm.weight"
+    if kind == "shortconv.conv.weight" and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
     tensor = replace(
         make_tensor(file, entry),
         shape=shape,
         is_turned=is_turned,
         added=architecture.norm_offset if norm else 0.0,
-        order=_restore_order(place.kind, entry, architecture, metadata),
-        factors=scale if scale is not None and len(scale) == 1 else None,
+        order=_restore_order(kind, entry, architecture, metadata),
+        factor=scale[0] if scale is not None and len(scale) == 1 else None,
     )
-    if place.kind.startswith("ssm_") and ".linear_attn." not in place.pattern:
+    if kind.startswith("ssm_") and ".linear_attn." not in pattern:
         is_negated = not architecture.positive_rates
-        return {place.pattern: restore_plain(place.pattern, tensor, is_negated=is_negated)}
+        return {pattern: restore_plain(pattern, tensor, is_negated=is_negated)}
     heads = read_delta_heads(metadata, architecture.tiles_values)
-    if heads is not None and ".linear_attn." in place.pattern:
-        restored = restore_state(place.pattern, tensor, heads)
+    if heads is not None and ".linear_attn." in pattern:
+        restored = restore_state(pattern, tensor, heads)
         if restored is not None:
             return restored
-    if "{expert}" not in place.pattern:
-        return {place.pattern: tensor}
+    if "{expert}" not in pattern:
+        return {pattern: tensor}
     if len(entry.shape) != 3:
         raise UserError.of(
             "P534",
@@ -399,12 +401,12 @@ def _place_tensor(
         )
     each = entry.size_bytes // entry.shape[0]
     return {
-        place.pattern.replace("{expert}", str(expert)): replace(
+        pattern.replace("{expert}", str(expert)): replace(
             tensor,
             shape=entry.shape[1:],
             offset=entry.offset + expert * each,
             size_bytes=each,
-            factors=None if scale is None else scale[expert : expert + 1],
+            factor=None if scale is None else scale[expert],
         )
         for expert in range(entry.shape[0])
     }

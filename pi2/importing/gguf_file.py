@@ -76,17 +76,6 @@ def split_blocks(raw: U8, block: Format) -> tuple[I8, F16]:
     return block.decode(blocks.reshape(raw.shape)).astype(np.int8), scales
 
 
-def join_blocks(codes: I8, scales: F16, block: Format) -> U8:
-    """The reverse of `split_blocks`, for Q4_0 and Q8_0: rows uint8 [n, bytes]."""
-    groups = codes.reshape(len(codes), -1, GROUP)
-    laid = groups.view(np.uint8)
-    if block.name == "q4_0":
-        nibbles = (groups + np.int8(8)).view(np.uint8)
-        laid = nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << np.uint8(4)
-    own = scales.reshape(*groups.shape[:2], 1).view(np.uint8)
-    return np.concatenate([own, laid], axis=2).reshape(len(codes), -1)
-
-
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _HEADER_BYTES = 4 << 20

@@ -159,7 +159,6 @@ def _divide_llama3(rope: Rope, width: int) -> F32:
     return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
-_SPACE = "\u2581"
 _TEXT: str = TABLE["sample"]["text"]
 """Text that tokenizers which differ divide in different ways."""
 

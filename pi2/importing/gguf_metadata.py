@@ -109,10 +109,6 @@ class Metadata:
     def has(self, key: str) -> bool:
         return self._complete(key) in self.values
 
-    def has_read(self, name: str) -> bool:
-        """Whether the value of a key after the architecture's name was requested."""
-        return f"{self.architecture}.{name}" in self.used
-
     def _complete(self, key: str) -> str:
         return key.replace("{arch}", self.architecture)
 
@@ -213,6 +209,12 @@ def _list_bases(names: ModelNames) -> list[float]:
     return [names.model.rope.theta, *(rope.theta for rope, _ in list_turns(names.model))]
 
 
+def _was_read(names: ModelNames, key: str) -> bool:
+    """Whether the value of a key after the architecture's name was requested."""
+    metadata: Metadata = names.own["metadata"]
+    return f"{metadata.architecture}.{key}" in metadata.used
+
+
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "bases": _list_bases,
     "has_router": lambda names, layer: names.model.blocks[layer].ffn.has_router,
@@ -224,7 +226,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "states": lambda names, key, value: names.own["metadata"].find(key) == value,
     "states_no_window": lambda names: _states_no_window(names.own["metadata"]),
     "turns_nothing": lambda names: all(r.kind == "none" for r, _ in list_turns(names.model)),
-    "was_read": lambda names, key: names.own["metadata"].has_read(key),
+    "was_read": _was_read,
     "scales": lambda names: [width**-0.5 for _, width in list_turns(names.model)],
 }
 

@@ -8,16 +8,16 @@ the first files of Qwen3-Next, has queries, keys, values and gates of outputs.""
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from pi2.arrays import F16, F32, I64, U8, Raw
 from pi2.formats import Format
-from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded, refuse_shape
+from pi2.importing.decoded_tensor import DecodedTensor, refuse_shape
 from pi2.importing.gguf_file import GgufEntry, GgufFile, check_block, take_blocks
 from pi2.importing.gguf_metadata import Metadata
-from pi2.importing.safetensors_file import SourceTensor, turn
+from pi2.importing.safetensors_file import Kind, SourceTensor, turn
 from pi2.plan.weights.layout import Precision
 
 _PIECE_WEIGHTS = 2**20
@@ -41,19 +41,15 @@ class GgufTensor(SourceTensor):
     """Whether the file has columns where the tensor has rows."""
     added: float = 0.0
     """Number that the file has added to every element."""
-    factors: F32 | None = None
-    """Factors of the columns, float32 [columns], or [1] where all have the same."""
-
-    @property
-    def is_stored(self) -> bool:
-        return False
+    factor: np.float32 | None = None
+    """Factor of all numbers."""
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows ``start`` to ``stop``: plain numbers, or bytes [n, bytes]; raises as
         `SourceTensor.read_raw`."""
         stop = self.shape[0] if stop is None else stop
         if self.is_turned:
-            return turn(self._decode_stored(self.shape[1]))[start:stop]
+            return turn(self._decode(self._read_stored(0, self.shape[1])))[start:stop]
         if self.order is None:
             return self._read_stored(start, stop)
         wanted = self.order[start:stop]
@@ -68,9 +64,8 @@ class GgufTensor(SourceTensor):
         pieces = ((at, min(at + step, rows)) for at in range(0, rows, step))
         turned: Raw | None = None
         for first, last in pieces:
-            piece = self.read_raw(first, last)
             # Groups lie along the rows: bytes must become numbers before they can be turned.
-            numbers = self.block.decode(piece.view(np.uint8)) if piece.dtype == np.uint8 else piece
+            numbers = self._decode(self.read_raw(first, last))
             if turned is None:
                 turned = np.empty((columns, rows), numbers.dtype)
             turned[:, first:last] = turn(numbers)
@@ -79,19 +74,15 @@ class GgufTensor(SourceTensor):
 
     def widen(self, raw: Raw) -> F32:
         # A zero-argument super() does not work in classes with slots.
-        numbers = (
-            self.block.decode(raw.view(np.uint8))
-            if raw.dtype == np.uint8
-            else SourceTensor.widen(self, raw)
-        )
+        numbers = SourceTensor.widen(self, self._decode(raw))
         if self.added:
             numbers = numbers - np.float32(self.added)
-        if self.factors is not None:
-            numbers = numbers * self.factors
+        if self.factor is not None:
+            numbers = numbers * self.factor
         return numbers
 
-    def _decode_stored(self, stop: int) -> Raw:
-        raw = self._read_stored(0, stop)
+    def _decode(self, raw: Raw) -> Raw:
+        """Blocks as numbers, and plain numbers as they are."""
         return self.block.decode(raw.view(np.uint8)) if raw.dtype == np.uint8 else raw
 
     def check_type(self) -> str:
@@ -116,8 +107,8 @@ class GgufTensor(SourceTensor):
         return flat.reshape(stop - start, width) if len(self.shape) > 1 else flat
 
     @property
-    def is_mxfp4(self) -> bool:
-        return self.block.name == "mxfp4" and self.factors is None
+    def kind(self) -> Kind:
+        return "mxfp4" if self.block.name == "mxfp4" and self.factor is None else "computed"
 
     def is_ternary(self) -> bool:
         if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
@@ -134,7 +125,7 @@ class GgufTensor(SourceTensor):
         return True
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        if raw.dtype != np.uint8 or self.factors is not None:
+        if raw.dtype != np.uint8 or self.factor is not None:
             return None
         return take_blocks(raw.view(np.uint8), self.block, precision)
 
@@ -178,8 +169,8 @@ class JoinedHeads(DecodedTensor):
             joined[:, plain:] = own.reshape(-1, value, rank)
             return joined.reshape(-1, rank)[start - first * each : stop - first * each]
 
-        own = describe_decoded(name, (heads * each, rank), decode, keys, values)
-        return cls(**own, keys=keys, values=values)
+        shape = heads * each, rank
+        return cls.make(name, shape, decode, keys, values, keys=keys, values=values)
 
 
 def join_heads(tensors: dict[str, SourceTensor]) -> None:
@@ -299,8 +290,8 @@ class RateLogarithms(DecodedTensor):
             with np.errstate(divide="ignore", invalid="ignore"):
                 return np.log(-rates if is_negated else rates)
 
-        own = describe_decoded(source.name, source.shape, decode, source)
-        return cls(**own, source=source, is_negated=is_negated)
+        own: dict[str, Any] = {"source": source, "is_negated": is_negated}
+        return cls.make(source.name, source.shape, decode, source, **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +307,8 @@ class OrderedColumns(DecodedTensor):
         def decode(start: int, stop: int) -> F32:
             return np.ascontiguousarray(source.read(start, stop)[:, columns])
 
-        own = describe_decoded(source.name, source.shape, decode, source)
-        return cls(**own, source=source, columns=columns)
+        name, shape = source.name, source.shape
+        return cls.make(name, shape, decode, source, source=source, columns=columns)
 
 
 _VECTORS = (".D", ".mamba.norm.weight", ".mixer.norm.weight")

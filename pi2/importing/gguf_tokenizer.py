@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from pi2.arrays import F64
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.importing.gguf_tokens import (
     BYTE,
     CONTROL,
+    ORDINARY,
     OWN,
     UNKNOWN,
     GgufTokens,
@@ -41,6 +43,7 @@ MANY_MERGES = 10_000
 """Merges that are kept on disk as a table."""
 _NOTHING = "\U0010fffd"
 """Stands for text between marks."""
+_Found = TypeVar("_Found")
 
 
 def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
@@ -56,8 +59,13 @@ def make_tokenizer(file: Path, metadata: Mapping[str, Any]) -> bytes:
         _frame_texts(tokenizer, told.tokens, *frame)
         return str(tokenizer.to_str())
 
+    return _ask_library(file, build).encode()
+
+
+def _ask_library(file: Path, work: Callable[[], _Found]) -> _Found:
+    """What the library gives; `UserError` P543 says why it refuses."""
     try:
-        return call_library(build).encode()
+        return call_library(work)
     except TokenizerRefused as error:
         raise refuse(file, str(error)) from None
 
@@ -73,15 +81,9 @@ def make_table(file: Path, metadata: Mapping[str, Any]) -> TableTokenizer | None
         return None
 
     def make_library() -> Tokenizer:
-        try:
-            return open_tokenizer(make_tokenizer(file, metadata))
-        except TokenizerRefused as error:
-            raise refuse(file, str(error)) from None
+        return _ask_library(file, lambda: open_tokenizer(make_tokenizer(file, metadata)))
 
-    try:
-        steps, marks = call_library(lambda: (_make_steps(told), _make_marks(told)))
-    except TokenizerRefused as error:
-        raise refuse(file, str(error)) from None
+    steps, marks = _ask_library(file, lambda: (_make_steps(told), _make_marks(told)))
     frame = [[] if token is None else [token] for token in (begin, end)]
     return TableTokenizer(pairs, told.tokens, steps, marks, (frame[0], frame[1]), make_library)
 
@@ -101,7 +103,7 @@ def _make_table_pairs(told: GgufTokens) -> Pairs | None:
         return None
     find: FindMerge
     if told.kind == "llama":
-        scores = np.asarray(_find_scores(told), np.float64)
+        scores = _read_scores(told)
         if np.isnan(scores).any():
             return None
         find = ScoredMerges(tokens, scores).find
@@ -135,8 +137,8 @@ def read_merges(merges: Texts, tokens: Texts) -> ListedMerges | None:
 
 
 def _describe_model(told: GgufTokens) -> dict[str, Any]:
-    """What a model of pairs does with words and characters that it does not know."""
-    if told.kind == "llama":
+    """What a model does with words and characters that it does not know."""
+    if told.kind in ("llama", "t5"):
         unknown = np.flatnonzero(told.marks.kinds == UNKNOWN)
         return {
             "unknown": int(unknown[0]) if len(unknown) else None,
@@ -182,28 +184,24 @@ def _make_steps(told: GgufTokens) -> Tokenizer:
 def _make_model(told: GgufTokens) -> Any:
     from tokenizers import models
 
-    tokens = told.tokens
+    listed, rules = list(told.tokens), _describe_model(told)
     if told.kind == "t5":
-        unknown = np.flatnonzero(told.marks.kinds == UNKNOWN)
-        return models.Unigram(
-            list(zip(tokens, _read_scores(told), strict=True)),
-            int(unknown[0]) if len(unknown) else None,
-            byte_fallback=bool((told.marks.kinds == BYTE).any()),
-        )
-    listed, rules = list(tokens), _describe_model(told)
+        pieces = list(zip(listed, _read_scores(told).tolist(), strict=True))
+        return models.Unigram(pieces, rules["unknown"], byte_fallback=rules["falls_back"])
     numbers = _number_tokens(listed)
     if told.kind == "llama":
         unknown = rules["unknown"]
         return models.BPE(
             vocab=numbers,
-            merges=_find_merges(listed, numbers, _read_scores(told)),
+            merges=_find_merges(listed, numbers, _read_scores(told).tolist()),
             unk_token=None if unknown is None else listed[unknown],
             fuse_unk=True,
             byte_fallback=rules["falls_back"],
         )
+    merges = map(str, told.metadata.get("tokenizer.ggml.merges", []))
     return models.BPE(
         vocab=numbers,
-        merges=_read_merges(told.metadata),
+        merges=[(left, right) for left, _, right in (text.partition(" ") for text in merges)],
         ignore_merges=rules["takes_whole"],
         byte_fallback=rules["falls_back"],
     )
@@ -219,23 +217,20 @@ def _add_words(tokenizer: Tokenizer, told: GgufTokens) -> None:
     steps = [split(write_expression(expression), "isolated") for expression in cut.expressions]
     if cut.bytes_as_letters:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        letters = frozenset(pre_tokenizers.ByteLevel.alphabet()) - _NEVER
-        lacking = {letter for letter in letters if letter not in numbers}
+        alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet()) - _NEVER
+        lacking = {letter for letter in alphabet if letter not in numbers}
         if lacking:
             steps.append(split(_write_class(lacking), "removed"))
         tokenizer.decoder = decoders.ByteLevel()
     else:
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
         if not _has_bytes(told.tokens):
-            steps.append(split(_write_class(filter(_is_letter, numbers), "^"), "removed"))
+            letters = (token for token in numbers if len(token) == 1)
+            steps.append(split(_write_class(letters, "^"), "removed"))
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-
-
-def _is_letter(token: str) -> bool:
-    return len(token) == 1
 
 
 def _write_class(letters: Iterable[str], sign: str = "") -> str:
@@ -266,7 +261,7 @@ def _add_likeliest(tokenizer: Tokenizer, told: GgufTokens) -> None:
     leads = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     scheme = "always" if leads else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
-    falls_back = bool((told.marks.kinds == BYTE).any())
+    falls_back = _describe_model(told)["falls_back"]
     steps: list[Any] = [decoders.ByteFallback()] if falls_back else []
     tokenizer.decoder = decoders.Sequence(
         [*steps, decoders.Metaspace(_SPACE, prepend_scheme=scheme)]
@@ -284,15 +279,11 @@ def _list_changes(metadata: Mapping[str, Any]) -> list[Any]:
     return changes
 
 
-def _read_scores(told: GgufTokens) -> list[float]:
-    return [float(score) for score in _find_scores(told)]
-
-
-def _find_scores(told: GgufTokens) -> Any:
+def _read_scores(told: GgufTokens) -> F64:
     scores = told.metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(told.tokens):
         raise refuse(told.file, "its pieces have no scores")
-    return scores
+    return np.asarray(scores, np.float64)
 
 
 def _find_merges(
@@ -310,14 +301,6 @@ def _find_merges(
         # The texts are those of the list of tokens: no copy of any is kept.
         merges += [(tokens[left], tokens[right]) for left, right in sorted(pairs)]
     return merges
-
-
-def _read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    pairs = []
-    for merge in metadata.get("tokenizer.ggml.merges", []):
-        left, _, right = str(merge).partition(" ")
-        pairs.append((left, right))
-    return pairs
 
 
 def _number_tokens(tokens: Sequence[str]) -> dict[str, int]:
@@ -366,7 +349,6 @@ def _frame_texts(
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _BYTE_PAIRS = 2
 """Kind of a model that merges pairs; 1 is one of which the likeliest division counts."""
-_ORDINARY, _CONTROL, _OWN = 1, 3, 4
 _MOST_VARINT_BYTES = 10
 
 Value = int | float | bytes
@@ -401,14 +383,14 @@ def _describe(content: bytes, config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("it is cut off")
     tokens = [_expect_bytes(piece[1]).decode() for piece in pieces]
     scores = [float(piece.get(2, 0.0)) for piece in pieces]
-    kinds = [int(piece.get(3, _ORDINARY)) for piece in pieces]
+    kinds = [int(piece.get(3, ORDINARY)) for piece in pieces]
     kind = trainer.get(3, 1)
     if kind not in (1, _BYTE_PAIRS):
         raise ValueError(f"its kind of model, {kind!r}, is unknown")
     for token, special in _list_added(config, len(tokens)):
         tokens.append(token)
         scores.append(0.0)
-        kinds.append(_CONTROL if special else _OWN)
+        kinds.append(CONTROL if special else OWN)
     begin = trainer.get(41, 1)
     return {
         "tokenizer.ggml.model": "llama" if kind == _BYTE_PAIRS else "t5",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,9 +253,8 @@ def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str):
         return {}
-    listed = metadata.get("tokenizer.ggml.tokens")
     # Entries that are no text are refused when the tokenizer is made.
-    tokens = listed if isinstance(listed, Texts) else _list_texts(listed)
+    tokens = _list_texts(metadata.get("tokenizer.ggml.tokens"))
     special = {}
     for name in ("bos", "eos", "unk", "pad"):
         key = {"unk": "unknown", "pad": "padding"}.get(name, name)
@@ -268,15 +267,16 @@ def read_chat_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     }
 
 
-def _list_texts(listed: object) -> list[str]:
+def _list_texts(listed: object) -> Sequence[str]:
+    if isinstance(listed, Texts):
+        return listed
     found = listed if isinstance(listed, list) else []
     return found if all(isinstance(text, str) for text in found) else []
 
 
 def read_named_templates(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    names = metadata.get("tokenizer.chat_templates")
-    listed = list(names) if isinstance(names, Texts) else _list_texts(names)
-    found = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in listed}
+    names = _list_texts(metadata.get("tokenizer.chat_templates"))
+    found = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
     return {
         name: text.encode()
         for name, text in found.items()

@@ -67,6 +67,10 @@ class Repository:
     cached: Path | None = None
     """Its folder, if the hub's own cache has the files."""
 
+    @property
+    def reference(self) -> HubReference:
+        return HubReference(self.name, self.commit)
+
 
 def find_repository(reference: HubReference, file: str | None = None) -> Repository:
     """Resolve the revision and choose files with the hub's settings; ``file``: one of several
@@ -74,23 +78,22 @@ def find_repository(reference: HubReference, file: str | None = None) -> Reposit
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
     name, revision = reference.repository, reference.revision
+    folder: Path | None = None
     with explain_errors(reference):
         if is_offline_mode():
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-            files = {
-                path.relative_to(folder).as_posix(): path.stat().st_size
-                for path in folder.rglob("*")
-                if path.is_file()
-            }
-            chosen = choose_files(reference, files, file)
-            return Repository(name=name, commit=folder.name, sizes=chosen, cached=folder)
-        info = HfApi().model_info(name, revision=revision, files_metadata=True)
-        if info.sha is None:
+            found = (path for path in folder.rglob("*") if path.is_file())
+            files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+            commit: str | None = folder.name
+        else:
+            info = HfApi().model_info(name, revision=revision, files_metadata=True)
+            files = {item.rfilename: item.size or 0 for item in info.siblings or []}
+            commit = info.sha
+        if commit is None:
             raise _NotTheHub("it names no commit")
-    files = {item.rfilename: item.size or 0 for item in info.siblings or []}
-    chosen = choose_files(reference, files, file)
-    cached = _find_cached(name, info.sha, list(chosen))
-    return Repository(name=name, commit=info.sha, sizes=chosen, cached=cached)
+    sizes = choose_files(reference, files, file)
+    cached = folder or _find_cached(name, commit, list(sizes))
+    return Repository(name=name, commit=commit, sizes=sizes, cached=cached)
 
 
 def choose_files(
@@ -106,24 +109,19 @@ def choose_files(
         if name.endswith(_SMALL)
         and (name in top or PurePosixPath(name).parent == PurePosixPath(_TEMPLATES))
     }
-    weights: dict[str, int] = {}
     for ending in _WEIGHTS:
         if ending == ".gguf" and (models := _find_only_gguf(reference, files)):
             return models
         weights = {name: size for name, size in top.items() if name.endswith(ending)}
-        # Mistral's repositories have all weights twice.
-        whole = {name: n for name, n in weights.items() if not name.startswith("consolidated")}
-        weights = whole or weights
         if weights and "config.json" in top:
-            break
-        weights = {}
-    if not weights:
-        raise UserError.of(
-            "P767",
-            f"{reference.repository} has no weights that pi2 reads at {reference.revision}",
-            help="name a repository with config.json and safetensors files, or with a GGUF model",
-        )
-    return {**small, **weights}
+            # Mistral's repositories have all weights twice.
+            whole = {name: n for name, n in weights.items() if not name.startswith("consolidated")}
+            return {**small, **(whole or weights)}
+    raise UserError.of(
+        "P767",
+        f"{reference.repository} has no weights that pi2 reads at {reference.revision}",
+        help="name a repository with config.json and safetensors files, or with a GGUF model",
+    )
 
 
 _SIDE_FILE = re.compile(r"(^|[/.-])(mmproj|imatrix)([.-]|$)", re.IGNORECASE)
@@ -179,7 +177,7 @@ def fetch_files(
         return repository.cached
     chosen = list(repository.sizes) if names is None else names
     total, is_known = sum(repository.sizes[name] for name in chosen), False
-    with explain_errors(HubReference(repository.name, repository.commit)):
+    with explain_errors(repository.reference):
         folder.mkdir(parents=True, exist_ok=True)
         check_space(repository, folder, total)
     ordered = sorted(chosen, key=lambda name: (is_weight_file(name), name))
@@ -212,7 +210,7 @@ def fetch_file(
     as `fetch_files`."""
     from huggingface_hub import hf_hub_download
 
-    with explain_errors(HubReference(repository.name, repository.commit)):
+    with explain_errors(repository.reference):
         for left in folder.rglob("*.incomplete"):
             left.unlink()  # the library does not go on with what a call before has left
         if is_weight_file(name):
@@ -264,7 +262,7 @@ def fetch_into_cache(
 
     found = dict[str, Path]()
     for name, report in _list_reports(repository, list(repository.sizes), progress):
-        with explain_errors(HubReference(repository.name, repository.commit)):
+        with explain_errors(repository.reference):
             place = hf_hub_download(
                 repository.name, name, revision=repository.commit, tqdm_class=_make_bar(report)
             )
@@ -470,7 +468,7 @@ class HubShards:
             return kept.read_bytes(), size
         prefix = self.read_bytes(file, 0, 8)
         text = self.read_bytes(file, 8, measure_header(file, prefix, size))
-        with explain_errors(self._reference):
+        with explain_errors(self._repository.reference):
             replace_file(kept, prefix + text)
         return prefix + text, size
 
@@ -486,7 +484,7 @@ class HubShards:
         headers = {**build_hf_headers(), "Range": f"bytes={offset}-{offset + count - 1}"}
         found = bytearray()
         with (
-            explain_errors(self._reference),
+            explain_errors(self._repository.reference),
             http_stream_backoff("GET", url, headers=headers, timeout=30) as response,
         ):
             if response.status_code >= 400:
@@ -531,7 +529,3 @@ class HubShards:
     def describe(self, file: Path) -> list[str | int]:
         repository = self._repository
         return [repository.name, repository.commit, file.name, repository.sizes[file.name]]
-
-    @property
-    def _reference(self) -> HubReference:
-        return HubReference(self._repository.name, self._repository.commit)

@@ -16,14 +16,9 @@ from pi2.diagnostics import UserError
 from pi2.formats import find_format
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import Config
-from pi2.importing.decoded_tensor import compute_tensor
+from pi2.importing.decoded_tensor import compute_alike
 from pi2.importing.families import describe_family
-from pi2.importing.gguf_architectures import (
-    choose_names,
-    find_architecture,
-    list_suited,
-    name_in_file,
-)
+from pi2.importing.gguf_architectures import choose_names, list_suited, name_in_file
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
 from pi2.importing.gguf_keys import describe_keys, describe_vocabulary, list_divisors
 from pi2.importing.gguf_tensors import DeltaHeads
@@ -72,8 +67,7 @@ def lay_out_file(source: Checkpoint, model: Model, own: Architecture) -> tuple[l
     """All tensors, and the model with the names of their keys; raises `Unsuited`."""
     named = find_names(source, model, own)
     has_two = any(".ln_attn." in name for name in source.tensors)
-    marks = ("blk.0.attn_norm_2.weight",) if has_two else ()
-    names = dict(choose_names(own, marks))
+    names = dict(choose_names(own, has_two=has_two))
     norm, later = (f"blk.{{layer}}.{key}.weight" for key in ("ffn_norm", "post_attention_norm"))
     if names.get(norm) == names.get(later):
         names.pop(norm, None)
@@ -180,12 +174,8 @@ def _change(
 
 
 def _compute(tensor: SourceTensor, compute: Callable[[F32], F32]) -> SourceTensor:
-    return compute_tensor(
-        tensor.name,
-        tensor.shape,
-        lambda start, stop: compute(tensor.read(start, stop)),
-        tensor,
-        dtype=tensor.dtype if tensor.is_stored else None,
+    return compute_alike(
+        tensor, tensor.shape, lambda start, stop: compute(tensor.read(start, stop))
     )
 
 
@@ -219,9 +209,7 @@ def arrange_for_llama(source: Checkpoint, model: Model, output: Path) -> Arrange
     understands its files.  An outline of the file, next to ``output``, is read to know that."""
     if source.document is not None or isinstance(source, GgufCheckpoint):
         return None
-    for name in list_suited(source.config.get("model_type")):
-        own = find_architecture(name)
-        assert own is not None
+    for name, own in list_suited(source.config.get("model_type")):
         try:
             laid, named = lay_out_file(source, model, own)
             keys = describe_keys(model, name, own, source.config)

@@ -17,7 +17,7 @@ from pi2.importing.config import Config, read_sampling
 from pi2.importing.families import describe_family, list_heads
 from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_findings, repeats
 from pi2.model.ffn import name_part
-from pi2.model.tensor import fill_name
+from pi2.model.tensor import fill_name, match_name
 from pi2.model.tensors import list_sources
 from pi2.plan.checking.findings import Facts
 from pi2.plan.checking.rules import load_rules
@@ -201,7 +201,7 @@ def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
     keys = [name_part(model, part) for part in ("up", "down")]
     names = [fill_name(getattr(model.tensors, key), layer, 0) for key in keys]
     tensors = checkpoint.tensors
-    return all(name in tensors and tensors[name].is_mxfp4 for name in names)
+    return all(name in tensors and tensors[name].kind == "mxfp4" for name in names)
 
 
 def has_ternary_weights(checkpoint: Checkpoint, model: Model) -> bool:
@@ -380,10 +380,7 @@ def _match_stacks(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
 def _find_predictors(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     """State the predictors that are in the checkpoint itself, such as TurboSparse's."""
     pattern = tables["tensors"].get("predictor_in", Tensors().predictor_in)
-    number = "(0|[1-9][0-9]*)"
-    named = re.compile(
-        re.escape(pattern).replace(r"\{layer\}", number).replace(r"\{expert\}", number)
-    )
+    named = match_name(pattern)
     found = [tensor for name, tensor in checkpoint.tensors.items() if named.fullmatch(name)]
     ranks = [tensor.shape[0] for tensor in found if tensor.shape]
     if ranks:

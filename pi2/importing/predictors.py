@@ -182,23 +182,16 @@ def _find_expert(
     place: Path,
     findings: list[Diagnostic],
 ) -> SourcePredictor | None:
-    shape = model.shape
-    inner_name, outer_name, bias_name = (
-        fill_name(pattern, layer, expert)
-        for pattern in (
-            model.tensors.predictor_in,
-            model.tensors.predictor_out,
-            model.tensors.predictor_bias,
-        )
-    )
-    missing = [name for name in (inner_name, outer_name) if name not in tensors]
-    for name in missing:
-        findings.append(
-            Diagnostic(code="P533", message=f"{place} has no tensor {name!r}", help=_HELP)
-        )
-    if missing:
+    shape, names = model.shape, model.tensors
+    patterns = names.predictor_in, names.predictor_out, names.predictor_bias
+    own = [fill_name(pattern, layer, expert) for pattern in patterns]
+    inner, outer, bias = map(tensors.get, own)
+    for name in own[:2]:
+        if name not in tensors:
+            problem = f"{place} has no tensor {name!r}"
+            findings.append(Diagnostic(code="P533", message=problem, help=_HELP))
+    if inner is None or outer is None:
         return None
-    inner, outer, bias = tensors[inner_name], tensors[outer_name], tensors.get(bias_name)
     rank = inner.shape[0] if inner.shape else 0
     shapes: list[tuple[str, SourceTensor | None, tuple[int, ...]]] = [
         ("predictor_in", inner, (max(rank, 1), model.neuron_width)),

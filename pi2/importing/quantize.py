@@ -21,14 +21,9 @@ from pi2.caches import open_stream
 from pi2.formats import Format, find_format, list_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.convert import explain_weight, map_in_order
-from pi2.importing.gguf_architectures import (
-    choose_names,
-    find_architecture,
-    list_suited,
-    name_in_file,
-)
+from pi2.importing.gguf_architectures import list_suited, name_in_file
 from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN, TEMPLATES, GgufCheckpoint
-from pi2.importing.gguf_file import GgufFile, join_blocks, read_gguf
+from pi2.importing.gguf_file import GgufFile, read_gguf
 from pi2.importing.gguf_tensors import GgufTensor, make_tensor
 from pi2.importing.gguf_writer import (
     NewTensor,
@@ -121,15 +116,25 @@ def quantize_checkpoint(
         wanted = None if wish.mixture is None else MIXTURES[wish.mixture]
         models = _list_models(source, model)
         if isinstance(source, GgufCheckpoint) and not wish.arranges:
-            formats: dict[str, str] = {}
+            formats = dict[str, str]()
             shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
             for own in models if not wish.keeps else ():
                 formats |= choose_formats(shapes, own, wanted)
-            keys, tensors = work.take_file(source, formats)
+            files = [read_gguf(file) for file in source.files]
+            formats = {
+                tensor.name: formats[name]
+                for name, tensor in source.tensors.items()
+                if isinstance(tensor, GgufTensor) and name in formats
+            }
+            keys, tensors = _copy_keys(files[0]), work.take_file(files, formats)
         else:
             made = _arrange(source, models, output)
             keys = dict(made.keys)
-            tensors = work.take_folder(made.laid, choose_all(made, wanted, keeps=wish.keeps))
+            formats = choose_all(made, wanted, keeps=wish.keeps)
+            tensors = [
+                work.round(own, find_format(formats[own.name]), len(own.tensors))
+                for own in made.laid
+            ]
             tensors += [make_vector(*each) for each in made.vectors.items()]
         if importance is not None and not work.weighed:
             raise refuse_imatrix(importance.file, "it names none of its matrices")
@@ -182,14 +187,17 @@ def _number_type(tensors: Sequence[NewTensor]) -> int:
 
 def arrange(source: Checkpoint, models: Sequence[Model]) -> Arrangement:
     """Tensors that only pi2 reads, of a model and of its MTP head; experts lie side by side."""
-    names, found = find_names(source), dict[str, tuple[int, Laid]]()
+    suited = next((own for _, own in list_suited(source.config.get("model_type"))), None)
+    names = {} if suited is None else suited.names
+    found = dict[str, tuple[int, Laid]]()
     for model in models:
         plain = make_plain(model)
         for own in list_sources(plain):
             name = own.name(plain.tensors)
             tensor = None if name in found else find_plain(source.tensors, model, own)
             if tensor is not None:
-                matrix = name_matrix(names, name, tensor)
+                is_own = isinstance(tensor, GgufTensor)
+                matrix = tensor.name if is_own else name_in_file(names, name)
                 matrix = matrix.replace("_exps.weight", f".{own.expert}.weight")
                 # A vector of four dimensions (Kimi's rates of decay) is one.
                 own_shape = tuple(size for size in tensor.shape if size > 1)
@@ -216,9 +224,9 @@ def keep_format(own: Laid, other: str) -> str:
     kept: str | None = None
     if isinstance(tensor, GgufTensor):
         kept = tensor.block.name
-    elif tensor.is_stored:
+    elif tensor.kind == "stored":
         kept = _PLAIN_TYPES.get(tensor.dtype)
-    elif tensor.is_mxfp4:
+    elif tensor.kind == "mxfp4":
         kept = "mxfp4"
     if kept is None:
         raw = tensor.read_raw(0, 1)
@@ -258,56 +266,37 @@ class _Work:
     progress: ByteProgress
     weighed: int = 0
     quantized: int = 0
-    done_bytes: int = 0
 
-    def take_file(
-        self, source: GgufCheckpoint, formats: Mapping[str, str]
-    ) -> tuple[dict[str, bytes], list[NewTensor]]:
-        """Return keys and tensors of a GGUF file, which keep their names and order."""
-        own = {
-            tensor.name: formats[name]
-            for name, tensor in source.tensors.items()
-            if isinstance(tensor, GgufTensor) and name in formats
-        }
-        files = [read_gguf(file) for file in source.files]
-        keys, tensors = _copy_keys(files[0]), []
-        for file in files:
-            for entry in file.entries.values():
-                tensor = make_tensor(file, entry)
-                wanted = find_format(fit_width(own.get(entry.name, "f32"), entry.shape[-1]))
-                bits = 8 * entry.block.block_bytes * wanted.block, 8 * wanted.block_bytes
-                if len(entry.shape) < 2 or bits[0] <= bits[1] * entry.block.block:
-                    part = Part(tensor, tensor.size_bytes, self._keep(tensor))
-                    own_format, parts = tensor.block, (part,)
-                else:
-                    rows = replace(tensor, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
-                    experts = entry.shape[0] if len(entry.shape) > 2 else 1
-                    weights = self._weigh(entry.name, entry.shape[-1], experts)
-                    own_format = wanted
-                    self.quantized += not wanted.is_plain
-                    parts = (self._round(entry.name, entry.shape, rows, wanted, weights),)
-                tensors.append(
-                    NewTensor(name=entry.name, shape=entry.shape, format=own_format, parts=parts)
-                )
-        return keys, tensors
-
-    def take_folder(self, laid: Sequence[Laid], formats: Mapping[str, str]) -> list[NewTensor]:
+    def take_file(self, files: Sequence[GgufFile], formats: Mapping[str, str]) -> list[NewTensor]:
+        """Tensors of GGUF files, which keep names and order, and bytes that are few enough."""
         tensors = []
-        for own in laid:
-            wanted, count = find_format(formats[own.name]), len(own.tensors)
-            weights = None
-            if len(own.shape) > 1 and not wanted.is_plain:
-                weights = self._weigh(own.matrix, own.shape[-1], count)
-            self.quantized += not wanted.is_plain
-            shape = own.shape[1:] if count > 1 else own.shape
-            parts = []
-            for number, tensor in enumerate(own.tensors):
-                each = weights if count == 1 or weights is None else weights[number : number + 1]
-                parts.append(self._round(own.name, shape, tensor, wanted, each))
-            tensors.append(
-                NewTensor(name=own.name, shape=own.shape, format=wanted, parts=tuple(parts))
-            )
+        for file in files:
+            for name, entry in file.entries.items():
+                tensor, shape = make_tensor(file, entry), entry.shape
+                wanted = find_format(fit_width(formats.get(name, "f32"), shape[-1]))
+                bits = 8 * entry.block.block_bytes * wanted.block, 8 * wanted.block_bytes
+                if len(shape) < 2 or bits[0] <= bits[1] * entry.block.block:
+                    parts = (Part(tensor, tensor.size_bytes, self._keep(tensor)),)
+                    own = NewTensor(name=name, shape=shape, format=entry.block, parts=parts)
+                    tensors.append(own)
+                    continue
+                rows = (replace(tensor, shape=(prod(shape[:-1]), shape[-1])),)
+                laid = Laid(name=name, shape=shape, tensors=rows, matrix=name, key=name)
+                tensors.append(self.round(laid, wanted, shape[0] if len(shape) > 2 else 1))
         return tensors
+
+    def round(self, own: Laid, wanted: Format, experts: int) -> NewTensor:
+        """A tensor in the format ``wanted``; ``experts``: its matrices."""
+        weights, count = None, len(own.tensors)
+        if len(own.shape) > 1 and not wanted.is_plain:
+            weights = self._weigh(own.matrix, own.shape[-1], experts)
+        self.quantized += not wanted.is_plain
+        shape = own.shape[1:] if count > 1 else own.shape
+        parts = []
+        for number, tensor in enumerate(own.tensors):
+            each = weights if count == 1 or weights is None else weights[number : number + 1]
+            parts.append(self._round(own.name, shape, tensor, wanted, each))
+        return NewTensor(name=own.name, shape=own.shape, format=wanted, parts=tuple(parts))
 
     def _weigh(self, name: str, columns: int, experts: int) -> F32 | None:
         if self.importance is None:
@@ -321,7 +310,7 @@ class _Work:
             end = tensor.offset + tensor.size_bytes
             for start in range(tensor.offset, end, _COPY_BYTES):
                 yield tensor.read_flat(start, min(_COPY_BYTES, end - start), "|u1").view(np.uint8)
-            self._advance(tensor)
+            self.progress.add(tensor.size_bytes)
 
         return read
 
@@ -364,27 +353,23 @@ class _Work:
                 for start in range(0, count, step)
             ]
             yield from map_in_order(self.pool, encode, pieces)
-            self._advance(rows)
+            self.progress.add(rows.size_bytes)
 
         return Part(rows, count_bytes(shape, wanted), make)
-
-    def _advance(self, tensor: SourceTensor) -> None:
-        self.done_bytes += tensor.size_bytes
-        self.progress(self.done_bytes)
 
 
 def take_blocks_of(rows: SourceTensor, raw: Raw, wanted: Format) -> U8 | None:
     """Rows in the format ``wanted`` if their checkpoint has the same codes; None if not."""
     if isinstance(rows, GgufTensor):
         is_same = rows.block.name == wanted.name and raw.dtype == np.uint8
-        return raw.view(np.uint8) if is_same and not rows.added and rows.factors is None else None
+        return raw.view(np.uint8) if is_same and not rows.added and rows.factor is None else None
     like = next((own for own in list_packings().values() if own.like == wanted.name), None)
     if like is None or like.scaled != "groups" or like.top == 0 or raw.ndim != 2:
         return None
     taken = rows.take_codes(raw, like.name)
     if taken is None or taken[1] is None:
         return None
-    return join_blocks(like.unpack(taken[0], rows.shape[-1]), taken[1], wanted)
+    return like.join_blocks(*taken, rows.shape[-1])
 
 
 def _copy_keys(file: GgufFile) -> dict[str, bytes]:
@@ -396,17 +381,3 @@ def _copy_keys(file: GgufFile) -> dict[str, bytes]:
                 stream.seek(first)
                 found[key] = stream.read(last - first)
     return found
-
-
-def find_names(source: Checkpoint) -> dict[str, str]:
-    """Return what GGUF files of the same family call tensors; nothing for a family without any."""
-    for name in list_suited(source.config.get("model_type")):
-        found = find_architecture(name)
-        assert found is not None
-        return dict(choose_names(found, source.tensors))
-    return {}
-
-
-def name_matrix(names: Mapping[str, str], name: str, tensor: SourceTensor) -> str:
-    """Return what importance matrices call a tensor that a checkpoint has by ``name``."""
-    return tensor.name if isinstance(tensor, GgufTensor) else name_in_file(dict(names), name)

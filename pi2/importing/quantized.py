@@ -36,7 +36,6 @@ from pi2.importing.decoded_tensor import (
     DecodedTensor,
     ScaledCodes,
     Tensors,
-    compute_tensor,
     count_words,
     decode_four_bits,
     decode_groups,
@@ -368,7 +367,7 @@ def _round_online(plain: SourceTensor) -> DecodedTensor:
         codes = np.clip(np.rint(plain.read(start, stop) * scale), -1, 1)
         return np.asarray(codes / scale, np.float32)
 
-    return compute_tensor(plain.name, plain.shape, decode, plain, kind="ternary")
+    return DecodedTensor.make(plain.name, plain.shape, decode, plain, kind="ternary")
 
 
 def _find_scale(plain: SourceTensor) -> np.float32:

@@ -25,13 +25,13 @@ from pi2.importing.gguf_file import read_gguf
 from pi2.plan.weights.layout import GROUP, Precision
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorError:
     tensor: str
     precision: Precision
-    relative: float = 0.0
+    relative: float
     """Root of the squared errors' sum, relative to the weights'."""
-    largest: float = 0.0
+    largest: float
     """Largest error of a weight."""
 
 
@@ -39,25 +39,30 @@ class TensorError:
 class ErrorReport:
     """Adds up errors piece by piece, from several threads."""
 
-    _errors: dict[str, TensorError] = field(default_factory=dict)
-    _sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of squared errors, and of squared weights."""
+    _sums: dict[str, tuple[Precision, float, float, float]] = field(default_factory=dict)
+    """Of squared errors, and of squared weights, of each tensor; and its largest error."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, tensor: str, rows: F32, stored: F32, precision: Precision) -> None:
         """Compare ``rows`` [n, length] of ``tensor`` with their ``stored`` version."""
         wrong = stored - rows
-        squares = float(np.vdot(wrong, wrong)), float(np.vdot(rows, rows))
+        error, size = float(np.vdot(wrong, wrong)), float(np.vdot(rows, rows))
         largest = float(np.abs(wrong).max(initial=0))
         with self._lock:
-            before = self._sums.get(tensor, (0.0, 0.0))
-            error, size = self._sums[tensor] = before[0] + squares[0], before[1] + squares[1]
-            known = self._errors.setdefault(tensor, TensorError(tensor=tensor, precision=precision))
-            known.relative = float(np.sqrt(error / size)) if size else 0.0
-            known.largest = max(known.largest, largest)
+            known = self._sums.get(tensor, (precision, 0.0, 0.0, 0.0))
+            sums = known[1] + error, known[2] + size, max(known[3], largest)
+            self._sums[tensor] = known[0], *sums
 
     def list_errors(self) -> list[TensorError]:
-        return [self._errors[name] for name in sorted(self._errors)]
+        return [
+            TensorError(
+                tensor=tensor,
+                precision=precision,
+                relative=float(np.sqrt(error / size)) if size else 0.0,
+                largest=largest,
+            )
+            for tensor, (precision, error, size, largest) in sorted(self._sums.items())
+        ]
 
 
 _INT4 = find_packing("int4")

@@ -18,7 +18,7 @@ from pi2.importing.gguf_metadata import ModelNames
 from pi2.importing.gguf_tensors import GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources
-from pi2.model.tensor import Place, Source, fill_name
+from pi2.model.tensor import Place, Source, fill_name, match_name
 from pi2.model.tensors import list_sources, list_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import Quantization
@@ -74,7 +74,7 @@ def _list_formats(checkpoint: Checkpoint, model: Model) -> set[str]:
         tensor = checkpoint.tensors.get(source.name(model.tensors))
         if tensor is None or len(tensor.shape) < 2 or source.key.endswith("down"):
             continue
-        is_own = isinstance(tensor, GgufTensor) and not tensor.is_turned and tensor.factors is None
+        is_own = isinstance(tensor, GgufTensor) and not tensor.is_turned and tensor.factor is None
         fits = tensor.shape[-1] == model.stored_neuron_width
         is_own = is_own and fits and not source.is_turned and not source.is_stacked
         found.add(tensor.dtype.lower() if is_own else "")
@@ -106,7 +106,7 @@ def _choose(tensor: SourceTensor, *, is_across: bool) -> str:
         own = tensor.block.name
         same = next((p for p in list_packings().values() if p.like == own and p.top), None)
         # Blocks lie along the rows of the file.
-        if same is not None and tensor.is_turned == is_across and tensor.factors is None:
+        if same is not None and tensor.is_turned == is_across and tensor.factor is None:
             return same.name
     bits = 8 * tensor.size_bytes / prod(tensor.shape)
     return _WIDE.name if bits <= _WIDE_BITS else _WIDEST.name
@@ -319,14 +319,8 @@ def _count_drafting(checkpoint: Checkpoint) -> int:
     return stated if type(stated) is int and 0 < stated <= 16 else 0
 
 
-_HARMLESS = re.compile(
-    r"(^|\.)(inv_freq|original_inv_freq|position_ids|masked_bias|(attn|attention)\.bias"
-    r"|[kvq]_(global_)?scale|kv_scale|[kvq]_zero_point|[kv]_proj\.[kv]_bias"
-    r"|(input|output|activation)_((global_)?scale|zero_point|scale_ub)"
-    r"|num_batches_tracked)$"
-)
-"""Tensors that change nothing: what follows from the configuration, masks, and scales of numbers
-that pi2 does not round."""
+_HARMLESS = re.compile("|".join(TABLE["harmless"]))
+"""Tensors that change nothing."""
 
 
 def _list_unused(checkpoint: Checkpoint, model: Model) -> list[str]:
@@ -334,7 +328,8 @@ def _list_unused(checkpoint: Checkpoint, model: Model) -> list[str]:
     that are left out with a message."""
     used = {need.name for need in list_requirements(model)}
     used |= {model.tensors.head, *_list_unread(model)}
-    patterns = [*_OTHER_PARTS.values(), _HARMLESS, *_match_predictors(model)]
+    patterns, names = [*_OTHER_PARTS.values(), _HARMLESS], model.tensors
+    predictors = (names.predictor_in, names.predictor_out, names.predictor_bias)
     first, drafting = model.shape.layers, _count_drafting(checkpoint)
     return [
         name
@@ -342,13 +337,8 @@ def _list_unused(checkpoint: Checkpoint, model: Model) -> list[str]:
         if name not in used
         and not first <= _find_layer(name, model) < first + drafting
         and not any(pattern.search(name) for pattern in patterns)
+        and not any(match_name(pattern).fullmatch(name) for pattern in predictors)
     ]
-
-
-def _match_predictors(model: Model) -> Iterator[re.Pattern[str]]:
-    names = model.tensors
-    for pattern in (names.predictor_in, names.predictor_out, names.predictor_bias):
-        yield re.compile(re.sub(r"\\{\w+\\}", r"\\d+", f"^{re.escape(pattern)}$"))
 
 
 def _list_unread(model: Model) -> Iterator[str]:

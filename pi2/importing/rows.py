@@ -10,12 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from pi2.arrays import F16, F32, F64, I32, I64, U8, Raw
-from pi2.importing.decoded_tensor import compute_tensor
+from pi2.importing.decoded_tensor import DecodedTensor, compute_alike
 from pi2.importing.gguf_tensors import RateLogarithms
 from pi2.importing.safetensors_file import SourceTensor, TurnedTensor, ViewTensor
 from pi2.model.attention import Attention, list_fused_heads
@@ -105,7 +106,7 @@ def fill_heads(
         return found
 
     fill = fill_columns if by_columns else fill_rows
-    return compute_tensor(stored.name, shape, fill, stored, dtype="F32")
+    return DecodedTensor.make(stored.name, shape, fill, stored, kind="stored")
 
 
 def make_same(*shape: int, number: float) -> SourceTensor:
@@ -114,7 +115,7 @@ def make_same(*shape: int, number: float) -> SourceTensor:
     def fill(start: int, stop: int) -> F32:
         return np.full((stop - start, *shape[1:]), number, np.float32)
 
-    return compute_tensor("same", shape, fill, dtype="F32")
+    return DecodedTensor.make("same", shape, fill, kind="stored")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +187,7 @@ def find_dense_rows(
         def stack(start: int, stop: int) -> F32:
             return np.stack([part.read() for part in found[start:stop]])
 
-        return [compute_tensor(first.name, (tensor.rows, *first.shape), stack, *found)]
+        return [DecodedTensor.make(first.name, (tensor.rows, *first.shape), stack, *found)]
     if tensor.transform == "turned keys":
         latent, heads = model.attention.latent, model.shape.heads
         assert latent is not None
@@ -196,12 +197,12 @@ def find_dense_rows(
         assert layer is not None
         deviations = model.blocks[layer].ffn.cutoff
         assert deviations is not None
-        maker = CutoffMaker(first, deviations, tensor.packing.is_plain)
+        made = Kept(partial(make_cutoff, first, deviations), 1)
 
         def cut(start: int, stop: int) -> F32:
-            return maker.make()[start:stop]
+            return made[tensor.packing.is_plain][start:stop]
 
-        return [compute_tensor(first.name, (tensor.rows, model.shape.hidden), cut, first)]
+        return [DecodedTensor.make(first.name, (tensor.rows, model.shape.hidden), cut, first)]
     return found
 
 
@@ -245,34 +246,16 @@ _BLOCK = 4096
 """Gates that are in memory at once."""
 
 
-class CutoffMaker:
-    """Makes the matrix when it is first asked for; several threads may ask."""
-
-    def __init__(self, gates: SourceTensor, deviations: float, has_remainders: bool) -> None:
-        """``deviations``: how many of them the cutoff is above the mean of ``gates``.
-        ``has_remainders``: whether rows follow that have what fp16 leaves of the first."""
-        self._gates = gates
-        self._deviations = deviations
-        self._has_remainders = has_remainders
-        self._made: F32 | None = None
-        self._lock = threading.Lock()
-
-    def make(self) -> F32:
-        """The mean gate row, and rows whose products with an input are, as a vector, as long as
-        the deviations: float32 [1 + min(n, hidden), hidden], or twice as many rows."""
-        with self._lock:
-            if self._made is None:
-                self._made = self._compute()
-            return self._made
-
-    def _compute(self) -> F32:
-        count = self._gates.shape[0]
-        mean, factor = _factor_products(self._gates)
-        scale = abs(self._deviations) / math.sqrt(count)
-        matrix = np.concatenate([mean[None], scale * factor])
-        if self._has_remainders:
-            matrix = np.concatenate([matrix, matrix - matrix.astype(np.float16)])
-        return matrix.astype(np.float32)
+def make_cutoff(gates: SourceTensor, deviations: float, has_remainders: bool) -> F32:
+    """The mean row of ``gates``, and rows whose products with an input are, as a vector, as long as
+    ``deviations`` from that mean.  They are float32 [1 + min(n, hidden), hidden]; with
+    ``has_remainders``, as many rows follow that have what fp16 leaves of the first."""
+    mean, factor = _factor_products(gates)
+    scale = abs(deviations) / math.sqrt(gates.shape[0])
+    matrix = np.concatenate([mean[None], scale * factor])
+    if has_remainders:
+        matrix = np.concatenate([matrix, matrix - matrix.astype(np.float16)])
+    return matrix.astype(np.float32)
 
 
 def _factor_products(gates: SourceTensor) -> tuple[F64, F64]:
@@ -339,8 +322,7 @@ def take_heads(
         return np.concatenate(found)[start - first * width : stop - first * width]
 
     shape = (heads * width, rank if is_value else count)
-    dtype = whole.dtype if whole.is_stored else None
-    return compute_tensor(whole.name, shape, take, whole, dtype=dtype)
+    return compute_alike(whole, shape, take)
 
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias")

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from pi2.reads import read_weights
 _STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _TILE = 128
+Kind = Literal["stored", "ternary", "mxfp4", "nvfp4", "computed"]
+"""Of numbers: as the file has them, in the type ``dtype``; -1, 0 and 1 times one scale; 4-bit
+floats with a scale for each group; or any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,10 @@ class SourceTensor:
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; P535, P532."""
-        storage = self.check_type()
+        return self.read_as(self.check_type(), start, stop)
+
+    def read_as(self, storage: str, start: int = 0, stop: int | None = None) -> Raw:
+        """Rows of numbers whose type numpy calls ``storage``; `UserError` P532."""
         rows = self.shape[0] if self.shape else 1
         stop = rows if stop is None else stop
         width = math.prod(self.shape[1:])
@@ -91,19 +97,13 @@ class SourceTensor:
         return turn(self.read_raw())
 
     @property
-    def is_stored(self) -> bool:
-        """Whether the file has its numbers as they are, in the type ``dtype``."""
-        return True
-
-    @property
-    def is_mxfp4(self) -> bool:
-        """Whether its numbers are 4-bit floats of which 32 share a power of two."""
-        return False
+    def kind(self) -> Kind:
+        return "stored"
 
     def is_ternary(self) -> bool:
         """Whether its numbers are -1, 0 and 1 times one scale, as far as its format tells; of GGUF
         files, as far as the numbers do.  Raises `UserError` as `read`."""
-        return False
+        return self.kind == "ternary"
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         """Packed weights and scales of rows that are quantised already just as the store does it;
@@ -128,12 +128,8 @@ class ViewTensor(SourceTensor):
         return self.stored.widen(raw)
 
     @property
-    def is_stored(self) -> bool:
-        return self.stored.is_stored
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.stored.is_mxfp4
+    def kind(self) -> Kind:
+        return self.stored.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +238,13 @@ def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -
     )
 
 
+def refuse_export(code: str, problem: str) -> UserError:
+    """The error for a checkpoint that is not as programs write them."""
+    return UserError.of(code, problem, help="download or export the checkpoint again")
+
+
 def _bad_file(path: Path, problem: str) -> UserError:
-    return UserError.of(
-        "P532", f"cannot read {path}: {problem}", help="download or export the checkpoint again"
-    )
+    return refuse_export("P532", f"cannot read {path}: {problem}")
 
 
 _NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -13,9 +13,9 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import Checkpoint
-from pi2.importing.decoded_tensor import DecodedTensor, describe_decoded
+from pi2.importing.decoded_tensor import DecodedTensor
 from pi2.importing.rows import Kept, make_plain
-from pi2.importing.safetensors_file import SourceTensor
+from pi2.importing.safetensors_file import Kind, SourceTensor
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
 from pi2.model.tensors import list_tensors
@@ -47,27 +47,27 @@ class StoredRows(SourceTensor):
     stored: list[Tensor]
     places: I64
     """Of each row, the number of a tensor and the row in it [rows, 2]."""
-    columns: int
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         return np.arange(self.shape[0])[start:stop, None]
 
     def widen(self, raw: Raw) -> F32:
-        values = np.zeros((len(raw), self.columns), np.float32)
+        columns = self.shape[1]
+        values = np.zeros((len(raw), columns), np.float32)
         places = self.places[raw[:, 0]]
         for number, stored in enumerate(self.stored):
             own = places[:, 0] == number
-            values[own] = _widen(stored, places[own, 1])[:, : self.columns]
+            values[own] = _widen(stored, places[own, 1])[:, :columns]
         return values
 
     @property
-    def is_stored(self) -> bool:
-        return self.stored[0].precision in (None, "fp16")
+    def kind(self) -> Kind:
+        return "stored" if self.stored[0].precision in (None, "fp16") else "computed"
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         places = self.places[raw[:, 0]]
         stored = self.stored[int(places[0, 0])]
-        is_same = stored.precision == precision and stored.length == self.columns
+        is_same = stored.precision == precision and stored.length == self.shape[1]
         if not is_same or (places[:, 0] != places[0, 0]).any():
             return None
         assert stored.scales is not None
@@ -92,12 +92,9 @@ class StoredNeurons(SourceTensor):
         return np.ascontiguousarray(values[:, : self.shape[1]])
 
     @property
-    def is_stored(self) -> bool:
-        return self.layer.layout.parts[self.part].precision == "fp16"
-
-    @property
-    def is_mxfp4(self) -> bool:
-        return self.layer.layout.parts[self.part].precision == "mxfp4"
+    def kind(self) -> Kind:
+        precision = self.layer.layout.parts[self.part].precision
+        return "stored" if precision == "fp16" else "mxfp4" if precision == "mxfp4" else "computed"
 
     def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
         layout = self.layer.layout.inline
@@ -230,7 +227,7 @@ class _Store:
         )
         dtype = "F32" if stored.precision is None else "F16"
         described = self._describe(source, source.shape, dtype)
-        return StoredRows(**described, stored=known, places=places, columns=source.shape[1])
+        return StoredRows(**described, stored=known, places=places)
 
     def _take_vector(self, source: Source, row: F32) -> F32:
         """The numbers of a vector, of which a tensor may have parts."""
@@ -242,13 +239,13 @@ class _Store:
         self, source: Source, compute: Callable[[int, int], F32], *, is_half: bool = False
     ) -> SourceTensor:
         """Numbers that are made of several parts of a store."""
-        own = describe_decoded(self._name(source), source.shape, compute)
-        own |= self._describe(source, source.shape, "F16" if is_half else "F32")
-        return DecodedTensor(**own, keeps=is_half)
+        own = self._describe(source, source.shape, "F16" if is_half else "F32")
+        kind: Kind = "stored" if is_half else "computed"
+        return DecodedTensor(**own, parts=(), compute=compute, kind=kind)
 
     def _give(self, source: Source, values: F32) -> SourceTensor:
-        own = describe_decoded("", values.shape, lambda start, stop: values[start:stop])
-        return DecodedTensor(**own | self._describe(source, values.shape, "F32"))
+        own = self._describe(source, values.shape, "F32")
+        return DecodedTensor(**own, parts=(), compute=lambda start, stop: values[start:stop])
 
     def _list_state(
         self, tensor: DenseTensor, stored: Tensor
@@ -316,10 +313,6 @@ class _Store:
                 made = partial(self._take_downs, (layer, first, count))
                 yield name, self._make(source, made, is_half=is_half)
                 continue
-            if "fused" in source.key:
-                halves = {is_up: [p for s, p, n in parts if n == is_up] for is_up in (0, 1)}
-                joined = np.concatenate([*halves[0], *halves[1]])
-                raise self.refuse(f"{name} has gates and ups in one tensor ({len(joined)} rows)")
             described = self._describe(source, source.shape, "F16")
             joined = np.concatenate([own_places for _, own_places, _ in parts])
             yield name, StoredNeurons(**described, layer=stored, part=number, places=joined)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import Packing, find_packing, name_packings
@@ -81,6 +81,19 @@ def fill_name(pattern: str, layer: int, expert: int = 0, stream: int = 0, mixer:
     for what, number in numbers.items():
         pattern = pattern.replace(f"{{{what}}}", str(number))
     return pattern
+
+
+@cache
+def match_name(pattern: str) -> re.Pattern[str]:
+    """An expression for the names that `fill_name` makes, with a group for each number."""
+    known = set[str]()
+
+    def write(place: re.Match[str]) -> str:
+        is_first = place[1] not in known
+        known.add(place[1])
+        return rf"(?P<{place[1]}>\d+)" if is_first else f"(?P={place[1]})"
+
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", write, re.escape(pattern)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def describe_weights(facts: FileFacts, weights: GgufWeights) -> tuple[dict[str, 
                 name: own[name].tolist() for name in ("order", "columns") if own[name] is not None
             }
             tensors.append((*at, own | orders))
-        if tensor is None or tensor.rows == 1:
+        if tensor is None or tensor.all_rows == 1:
             vector = weights.read_vector(*at)
             if vector is not None:
                 vectors.append((*at, place, place + vector.size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pi2.plan.weights.layout import round_up
 from pi2.store.files import FilePlan, Piece
@@ -15,44 +15,24 @@ if TYPE_CHECKING:
     from pi2.model.tensor import DenseTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar:
+class Scalar(NamedTuple):
     """A number; ``format`` is its letter in `struct`."""
 
     format: str
     value: int
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A string."""
-
-    value: str
-
-
-@dataclass(frozen=True, slots=True)
-class Structs:
+class Structs(NamedTuple):
     """A vector of structs of 8-byte alignment; ``format`` describes one of them."""
 
     format: str
     rows: Sequence[tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """A vector of tables."""
-
-    items: Sequence[Table]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table: nodes by the number of their field in the schema."""
-
-    fields: Mapping[int, Node]
-
-
-Node = Scalar | Text | Structs | Tables | Table
+Table = Mapping[int, "Node"]
+"""Nodes by the number of their field in the schema."""
+Node = Scalar | Structs | Table | list[Table] | str
+"""A part of a FlatBuffer."""
 
 
 def serialize(root: Table) -> bytes:
@@ -64,54 +44,49 @@ def serialize(root: Table) -> bytes:
 
 def _put(out: bytearray, node: Node) -> int:
     """Append ``node`` and its references; return its position."""
-    match node:
-        case Table():
-            return _put_table(out, node)
-        case Tables():
-            position = _pad(out, 4)
-            out += struct.pack("<I", len(node.items))
-            first = len(out)
-            out += bytes(4 * len(node.items))
-            for index, item in enumerate(node.items):
-                _refer(out, first + 4 * index, _put(out, item))
-            return position
-        case Structs():
-            # The count sits right before the first struct, which is aligned to 8.
-            position = _pad(out, 8, ahead=4)
-            out += struct.pack("<I", len(node.rows))
-            for row in node.rows:
-                out += struct.pack(f"<{node.format}", *row)
-            return position
-        case Text():
-            position = _pad(out, 4)
-            encoded = node.value.encode()
-            out += struct.pack("<I", len(encoded)) + encoded + b"\0"
-            return position
-        case Scalar():
-            raise AssertionError("a scalar is stored inside its table")
+    assert not isinstance(node, Scalar), "a scalar is stored inside its table"
+    if isinstance(node, str):
+        position = _pad(out, 4)
+        encoded = node.encode()
+        out += struct.pack("<I", len(encoded)) + encoded + b"\0"
+    elif isinstance(node, Structs):
+        # The count sits right before the first struct, which is aligned to 8.
+        position = _pad(out, 8, ahead=4)
+        out += struct.pack("<I", len(node.rows))
+        for row in node.rows:
+            out += struct.pack(f"<{node.format}", *row)
+    elif isinstance(node, list):
+        position = _pad(out, 4)
+        out += struct.pack("<I", len(node))
+        first = len(out)
+        out += bytes(4 * len(node))
+        for index, item in enumerate(node):
+            _refer(out, first + 4 * index, _put(out, item))
+    else:
+        position = _put_table(out, node)
+    return position
 
 
 def _put_table(out: bytearray, table: Table) -> int:
     sizes = {
         slot: struct.calcsize(f"<{node.format}") if isinstance(node, Scalar) else 4
-        for slot, node in table.fields.items()
+        for slot, node in table.items()
     }
     # The offset to the vtable comes first (4 bytes), then fields, wide ones at aligned places.
     places, end = {}, 4
     for slot in sorted(sizes, key=lambda slot: (-sizes[slot], slot)):
         places[slot] = -(-end // sizes[slot]) * sizes[slot]
         end = places[slot] + sizes[slot]
-    slots = max(table.fields, default=-1) + 1
+    slots = max(table, default=-1) + 1
     vtable = _pad(out, 2)
     out += struct.pack("<HH", 4 + 2 * slots, end)
     out += struct.pack(f"<{slots}H", *(places.get(slot, 0) for slot in range(slots)))
     position = _pad(out, 8)
     out += struct.pack("<i", position - vtable) + bytes(end - 4)
-    for slot, node in table.fields.items():
+    for slot, node in table.items():
         if isinstance(node, Scalar):
             struct.pack_into(f"<{node.format}", out, position + places[slot], node.value)
-    for slot, node in table.fields.items():
-        if not isinstance(node, Scalar):
+        else:
             _refer(out, position + places[slot], _put(out, node))
     return position
 
@@ -153,7 +128,7 @@ def lay_out_scales_file(neurons: int, row_bytes: int) -> FilePlan:
 
 def lay_out_dense_file(tensors: Sequence[DenseTensor]) -> FilePlan:
     """Lay out ``dense.arrow``: one record batch of one row per tensor, with weights and scales."""
-    integer = {0: Scalar("i", 64), 1: Scalar("?", True)}
+    integer: Table = {0: Scalar("i", 64), 1: Scalar("?", True)}
     schema = [
         _describe_field("name", 5, {}),
         _describe_field("precision", 5, {}),
@@ -193,21 +168,13 @@ def _hold_text(text: str) -> tuple[bytes, bytes]:
     return struct.pack("<ii", 0, len(encoded)), encoded
 
 
-def _describe_field(name: str, kind: int, type_fields: Mapping[int, Node]) -> Table:
+def _describe_field(name: str, kind: int, type_fields: Table) -> Table:
     """A `Field` table; ``kind`` is the number of its type in Arrow's union ``Type``."""
-    return Table(
-        {
-            0: Text(name),
-            1: Scalar("?", False),
-            2: Scalar("B", kind),
-            3: Table(type_fields),
-            5: Tables([]),
-        }
-    )
+    return {0: name, 1: Scalar("?", False), 2: Scalar("B", kind), 3: type_fields, 5: []}
 
 
 def _lay_out(fields: Sequence[Table], batches: Sequence[_Batch]) -> FilePlan:
-    schema = Table({0: Scalar("h", 0), 1: Tables(fields)})
+    schema: Table = {0: Scalar("h", 0), 1: list(fields)}
     pieces = [Piece(0, _MAGIC + b"\0\0")]
     message = _wrap_message(1, schema, 0)
     pieces.append(Piece(8, _frame(message, len(message))))
@@ -218,9 +185,8 @@ def _lay_out(fields: Sequence[Table], batches: Sequence[_Batch]) -> FilePlan:
         blocks.append(block)
         pieces += batch_pieces
         holes.append(tuple(batch_holes))
-    footer = serialize(
-        Table({0: _VERSION, 1: schema, 2: Structs("qiiq", []), 3: Structs("qiiq", blocks)})
-    )
+    vectors = Structs("qiiq", []), Structs("qiiq", blocks)
+    footer = serialize({0: _VERSION, 1: schema, 2: vectors[0], 3: vectors[1]})
     tail = _END_OF_STREAM + footer + struct.pack("<i", len(footer)) + _MAGIC
     pieces.append(Piece(end, tail))
     return FilePlan(pieces=tuple(pieces), size=end + len(tail), holes=tuple(holes))
@@ -240,13 +206,11 @@ def _lay_out_batch(
             buffers.append((body, size))
             contents.append((body, content))
             body = round_up(body + size, ALIGNMENT)
-    record_batch = Table(
-        {
-            0: Scalar("q", batch.rows),
-            1: Structs("qq", [(batch.rows, 0)] * len(batch.columns)),
-            2: Structs("qq", buffers),
-        }
-    )
+    record_batch: Table = {
+        0: Scalar("q", batch.rows),
+        1: Structs("qq", [(batch.rows, 0)] * len(batch.columns)),
+        2: Structs("qq", buffers),
+    }
     message = _wrap_message(3, record_batch, body)
     # Zeros after the metadata, counted in its size, move the body to where it shall begin.
     body_start = round_up(start + 8 + len(message), batch.alignment)
@@ -262,13 +226,8 @@ def _lay_out_batch(
 
 
 def _wrap_message(kind: int, header: Table, body_bytes: int) -> bytes:
-    message: dict[int, Node] = {
-        0: _VERSION,
-        1: Scalar("B", kind),
-        2: header,
-        3: Scalar("q", body_bytes),
-    }
-    encoded = serialize(Table(message))
+    message: Table = {0: _VERSION, 1: Scalar("B", kind), 2: header, 3: Scalar("q", body_bytes)}
+    encoded = serialize(message)
     return encoded + bytes(-len(encoded) % 8)
 
 

@@ -291,42 +291,34 @@ class EmbeddingRows:
 _BLOCK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A tensor as its file has it: all weights, then all scales."""
-
-    entry: StoredTensor
-    raw: U8
-    """From the first weight to the last scale."""
-
-    def arrange(self) -> None:
-        """Put every scale to its weights, in place."""
-        own, packing = self.entry, self.entry.dense.packing
-        weights_bytes, scales_bytes = own.dense.count_bytes()
-        row_weights, row_scales = weights_bytes // own.rows, scales_bytes // own.rows
-        first = own.scales_offset - own.weights_offset
-        scales = self.raw[first : first + scales_bytes].copy().reshape(own.rows, -1)
-        row = row_weights
-        if packing.scaled == "groups":
-            row += row_scales
-        else:
-            self.raw[weights_bytes : weights_bytes + scales_bytes] = scales.reshape(-1)
-        step = max(1, _BLOCK_BYTES // row)
-        # From the end on: a row is behind the weights of those before it.
-        for start in reversed(range(0, own.rows, step)):
-            end = min(start + step, own.rows)
-            weights = self.raw[start * row_weights : end * row_weights].reshape(end - start, -1)
-            blocks = packing.join_blocks(
-                weights, packing.view_scales(scales[start:end], end - start), own.length
-            )
-            self.raw[start * row : end * row] = blocks.reshape(-1)
+def _arrange(entry: StoredTensor, raw: U8) -> None:
+    """Put every scale of a tensor to its weights, in place: ``raw`` is what its file has, from the
+    first weight to the last scale."""
+    packing = entry.dense.packing
+    weights_bytes, scales_bytes = entry.dense.count_bytes()
+    row_weights, row_scales = weights_bytes // entry.rows, scales_bytes // entry.rows
+    first = entry.scales_offset - entry.weights_offset
+    scales = raw[first : first + scales_bytes].copy().reshape(entry.rows, -1)
+    row = row_weights
+    if packing.scaled == "groups":
+        row += row_scales
+    else:
+        raw[weights_bytes : weights_bytes + scales_bytes] = scales.reshape(-1)
+    step = max(1, _BLOCK_BYTES // row)
+    # From the end on: a row is behind the weights of those before it.
+    for start in reversed(range(0, entry.rows, step)):
+        end = min(start + step, entry.rows)
+        weights = raw[start * row_weights : end * row_weights].reshape(end - start, -1)
+        own = packing.view_scales(scales[start:end], end - start)
+        blocks = packing.join_blocks(weights, own, entry.length)
+        raw[start * row : end * row] = blocks.reshape(-1)
 
 
 class BlockTensors:
     """Tensors that become blocks when their bytes have been read."""
 
     def __init__(self) -> None:
-        self._loaded: list[_Loaded] = []
+        self._loaded: list[tuple[StoredTensor, U8]] = []
 
     def place(
         self,
@@ -355,13 +347,13 @@ class BlockTensors:
         if not (scales_size and takes_blocks(tensor.name)):
             first = tensor.scales_offset - tensor.weights_offset
             return view_tensor(tensor, raw[:size], raw[first : first + scales_size])
-        self._loaded.append(_Loaded(tensor, raw))
+        self._loaded.append((tensor, raw))
         return name_blocks(tensor, raw[: size + scales_size])
 
     def arrange(self) -> None:
         """Make blocks of all that was read."""
         while self._loaded:
-            self._loaded.pop().arrange()
+            _arrange(*self._loaded.pop())
 
 
 def map_blocks(store: NeuronStore) -> Mapping[str, Tensor]:

@@ -232,8 +232,9 @@ class UnfinishedStore:
             recover_replaced(self.target)
             # Another process may have finished this store while the lock was waited for.
             self._check_target()
-            goes_on = bool(job) and self._read_job() == {"job": job}
-            self.finished = self._read_journal() if goes_on else {}
+            first, *others = self._read_journal()
+            goes_on = bool(job) and first == json.dumps({"job": job})
+            self.finished = self._list_finished(others) if goes_on else {}
             self._clear(keep=set(self.finished), parts=goes_on)
             self._write_journal(job)
         except (OSError, UserError) as error:
@@ -320,15 +321,15 @@ class UnfinishedStore:
             raise UserError.of("P522", f"another process is writing the neuron store {self.target}")
         return descriptor
 
-    def _read_job(self) -> object:
+    def _read_journal(self) -> list[str]:
         try:
-            return json.loads((self.folder / JOURNAL).read_text().partition("\n")[0])
+            return (self.folder / JOURNAL).read_text().splitlines() or [""]
         except (FileNotFoundError, ValueError):
-            return None
+            return [""]
 
-    def _read_journal(self) -> dict[str, StoredFile]:
+    def _list_finished(self, lines: list[str]) -> dict[str, StoredFile]:
         finished = {}
-        for line in (self.folder / JOURNAL).read_text().splitlines()[1:]:
+        for line in lines:
             try:
                 entry = StoredFile.model_validate_json(line)
             except ValidationError:

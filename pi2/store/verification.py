@@ -20,17 +20,11 @@ def verify_store(path: Path, progress: Progress = ignore_progress) -> list[Diagn
     P510). `UserError` P501-P504 without a manifest."""
     manifest = read_manifest(path)
     total_bytes = sum(entry.bytes for entry in manifest.files)
-    report, done_bytes = ByteProgress(progress, "verifying", total_bytes), 0
-
-    def advance(count: int) -> None:
-        nonlocal done_bytes
-        done_bytes += count
-        report(done_bytes)
-
+    report = ByteProgress(progress, "verifying", total_bytes)
     return [
         finding
         for entry in manifest.files
-        for finding in _check_file(path / entry.path, entry, manifest, advance)
+        for finding in _check_file(path / entry.path, entry, manifest, report.add)
     ]
 
 
@@ -111,10 +105,8 @@ def _compare_hash(
                 yield report_file("P507", file, "its contents have changed: a checksum differs")
         elif hash_file(file, advance) != entry.sha256:
             yield report_file("P507", file, "its contents have changed: the SHA-256 differs")
-            return
     except FileNotFoundError:
         yield report_file("P506", file, "it is missing")
-        return
     except OSError as error:
         yield report_file("P508", file, f"it cannot be read: {error.strerror}")
 

@@ -6,13 +6,13 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from pi2.arrays import I64, U8
+from pi2.arrays import U8
 from pi2.backends.blocks.instructions import Weight
 from pi2.caches import open_regular, open_stream
 from pi2.plan.documents.model import Model
@@ -28,39 +28,20 @@ PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileTensor:
-    """A matrix as its file has it: ``rows`` rows of ``row_bytes``, one after the other."""
+class FileTensor(Weight):
+    """A matrix as its file has it, or matrices of experts that lie one after the other."""
 
-    name: str
-    """What the file calls it."""
     file: int
     """Number of its file among `GgufWeights.files`."""
     offset: int
     """Byte of the file where it begins."""
-    format: str
-    """Number format, such as ``q4_k``."""
-    rows: int
-    """Rows of all experts together."""
-    length: int
-    """Numbers of a row."""
-    row_bytes: int
     together: int = 1
     """Rows that are computed together: all of a head that has a matrix of its own."""
-    experts: int = 1
-    """Matrices that lie one after the other."""
-    scales: tuple[float, ...] = ()
-    """What each expert's numbers are multiplied with; empty for 1."""
-    has_neighbours: bool = False
-    """Whether rows that rotate together follow each other (Llama's queries and keys)."""
-    order: I64 | None = field(default=None, compare=False)
-    """The stored row at every row of the model's tensor; None if they are in the same order, or
-    pairs only are not."""
-    columns: I64 | None = field(default=None, compare=False)
-    """The same of columns."""
 
     @property
-    def size_bytes(self) -> int:
-        return self.rows * self.row_bytes
+    def all_rows(self) -> int:
+        """Rows of all experts together."""
+        return self.rows * self.experts
 
 
 def describe_experts(tensors: Sequence[FileTensor]) -> list[ExpertMatrix]:
@@ -96,19 +77,7 @@ class TensorFiles(ABC):
     def describe(self, key: str, layer: int = 0, mixer: int = 0) -> Weight | None:
         """A program's matrix without its bytes; None of a vector."""
         tensor = None if key in self.vectors else self.find(key, layer, mixer)
-        if tensor is None or tensor.rows == 1:
-            return None
-        return Weight(
-            format=tensor.format,
-            rows=tensor.rows // tensor.experts,
-            length=tensor.length,
-            experts=tensor.experts,
-            scales=tensor.scales,
-            neighbours=tensor.has_neighbours,
-            name=tensor.name,
-            order=tensor.order,
-            columns=tensor.columns,
-        )
+        return None if tensor is None or tensor.all_rows == 1 else tensor
 
     def list_looked_up(self) -> dict[str, int]:
         """Bytes of the own matrices of which a token reads a row, by name: a tied head reads the
@@ -139,7 +108,7 @@ class TensorFiles(ABC):
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             self._maps[tensor.file] = np.frombuffer(mapped, np.uint8)
         flat = self._maps[tensor.file][tensor.offset : tensor.offset + tensor.size_bytes]
-        return flat.reshape(tensor.rows, tensor.row_bytes)
+        return flat.reshape(tensor.all_rows, tensor.row_bytes)
 
     def list_maps(self) -> Mapping[int, U8]:
         """The files that are mapped, by number."""

@@ -117,21 +117,16 @@ class GgufWeights(TensorFiles):
             heads = self.model.attention.pooled.groups
         columns = tensor.columns if isinstance(tensor, OrderedColumns) else None
         tensor = tensor.source if isinstance(tensor, OrderedColumns) else tensor
-        if not isinstance(tensor, GgufTensor):
-            return None
-        if tensor.is_turned or (tensor.factors is not None and len(tensor.factors) > 1):
+        if not isinstance(tensor, GgufTensor) or tensor.is_turned:
             return None
         has_pairs, has_order = key in ("query", "key"), key.startswith("state_")
         if tensor.order is not None and not (has_pairs or has_order):
             return None
         experts = self._list_experts(pattern, layer, tensor)
-        rows = math.prod(tensor.shape[:-1])
-        if has_order and rows and tensor.shape[-1] % tensor.block.block == 0:
-            # The file may have other rows in the same matrix.
-            rows = tensor.size_bytes // tensor.block.count_bytes(tensor.shape[-1])
-        if not experts or tensor.size_bytes % rows:
+        if not experts:
             return None
-        scales = [own.factors for own in experts]
+        # The file may have other rows in the same matrix.
+        rows = tensor.size_bytes // tensor.block.count_bytes(tensor.shape[-1])
         count, together = 1, rows // heads if heads > 1 else 1
         if key in EXPERTS and len(tensor.shape) == 3:
             count = tensor.shape[0]
@@ -144,13 +139,12 @@ class GgufWeights(TensorFiles):
             file=self.files.index(tensor.file),
             offset=tensor.offset,
             format=tensor.block.name,
-            rows=rows * len(experts),
+            rows=rows * len(experts) // count,
             length=tensor.shape[-1],
-            row_bytes=tensor.size_bytes // rows,
             together=together,
             experts=count,
-            scales=tuple(float(own[0]) for own in scales if own is not None),
-            has_neighbours=has_pairs and tensor.order is not None,
+            scales=tuple(float(own.factor) for own in experts if own.factor is not None),
+            neighbours=has_pairs and tensor.order is not None,
             order=tensor.order if has_order else None,
             columns=columns,
         )
@@ -241,7 +235,6 @@ class GgufWeights(TensorFiles):
     def _check_numbers(self, progress: Progress) -> None:
         tensors = [t for t in self.checkpoint.tensors.values() if isinstance(t, GgufTensor)]
         report = ByteProgress(progress, "checking weights", sum(t.size_bytes for t in tensors))
-        before = 0
         for tensor in tensors:
             own = tensor.block
             # Read and not mapped: mapped pages would count as this process's memory.
@@ -257,8 +250,7 @@ class GgufWeights(TensorFiles):
                         help="download or export the file again",
                         file=str(tensor.file),
                     )
-                report(before + done)
-            before += tensor.size_bytes
+                report.add(len(raw))
 
     def find_obstacles(self) -> list[str]:
         """Why the file cannot be run as it is; empty if it can."""
@@ -311,7 +303,7 @@ class GgufWeights(TensorFiles):
         names = set(self.shared)
         for key, layer, mixer in self.list_places():
             found = None if key in self.vectors else self.find(key, layer, mixer)
-            if found is not None and found.rows > 1 and found.name not in names:
+            if found is not None and found.all_rows > 1 and found.name not in names:
                 names.add(found.name)
                 yield key, layer, found
 

@@ -11,7 +11,7 @@ import pytest
 
 from pi2.arrays import F32, I32, U8
 from pi2.formats import Format, find_format
-from pi2.formats.groups import Bits
+from pi2.formats.integers import BitCodes
 from tests.helpers.blocks import make_blocks
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_tensors import list_settings, translate
@@ -75,7 +75,7 @@ def _encode(own: Format, values: F32) -> U8:
     """Encode as the package does, or as this project does if the package doesn't."""
     import gguf
 
-    if isinstance(own, Bits):
+    if isinstance(own, BitCodes):
         raw = np.empty((*values.shape[:-1], values.shape[-1] // own.block, own.block_bytes), "u1")
         blocks = values.reshape(*raw.shape[:-1], own.block)
         scales = np.abs(blocks).mean(axis=-1, keepdims=True).astype("<f2")

@@ -8,15 +8,16 @@ import pytest
 from safetensors.numpy import load_file
 
 import pi2
-from pi2.formats import find_format
+from pi2.formats import find_format, find_packing
 from pi2.importing.checkpoint import open_checkpoint
-from pi2.importing.gguf_file import join_blocks, read_gguf, split_blocks
+from pi2.importing.gguf_file import read_gguf, take_blocks
 from pi2.importing.gguf_keys import describe_vocabulary
 from pi2.importing.gguf_tensors import make_tensor
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.gguf_tokens import CUTS
 from pi2.importing.new_model import describe_checkpoint
 from pi2.importing.quantize import Wish, quantize_checkpoint
+from pi2.plan.weights.layout import Precision
 from tests.helpers.gguf_tensors import permute
 from tests.helpers.goldens import UNROUNDED, copy_checkpoint, measure_error, read_golden
 from tests.helpers.tables import in_table
@@ -124,12 +125,14 @@ def test_a_document_by_hand_counts_for_the_file(tmp_path: Path) -> None:
         assert np.abs(loaded.logits([1, 2, 3])).max() < 5.0
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
-def test_codes_and_scales_become_blocks_again(name: str) -> None:
+@pytest.mark.parametrize(("name", "like"), [("q4_0", "int4"), ("q8_0", "int8")])
+def test_codes_and_scales_become_blocks_again(name: str, like: Precision) -> None:
     own = find_format(name)
     rows = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
     blocks = own.encode(rows)
-    np.testing.assert_array_equal(join_blocks(*split_blocks(blocks, own), own), blocks)
+    taken = take_blocks(blocks, own, like)
+    assert taken is not None
+    np.testing.assert_array_equal(find_packing(like).join_blocks(*taken, 96), blocks)
 
 
 def test_mxfp4_is_met_exactly() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pi2.arrays import F32, U8
 from pi2.formats import Format, find_format, list_formats
-from pi2.formats.groups import Bits
+from pi2.formats.integers import BitCodes
 
 FORMATS = pytest.mark.parametrize(
     "own", [own for own in list_formats().values() if own.number >= 0], ids=lambda own: own.name
@@ -48,7 +48,7 @@ def test_bits_are_numbers_in_their_order_as_llama_cpp_decodes_them() -> None:
 
 @pytest.mark.parametrize(
     "own",
-    [own for own in list_formats().values() if own.number >= 0 and not isinstance(own, Bits)],
+    [own for own in list_formats().values() if own.number >= 0 and not isinstance(own, BitCodes)],
     ids=lambda own: own.name,
 )
 def test_decoding_equals_that_of_the_gguf_package(own: Format) -> None:

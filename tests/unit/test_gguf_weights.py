@@ -255,9 +255,7 @@ def test_tensors_are_those_of_the_file(file: Path) -> None:
 
 
 def make_tensor(name: str, rows: int) -> FileTensor:
-    return FileTensor(
-        name=name, file=0, offset=100, format="q8_0", rows=rows, length=256, row_bytes=272
-    )
+    return FileTensor(name=name, file=0, offset=100, format="q8_0", rows=rows, length=256)
 
 
 def test_what_streams_is_cut_into_whole_rows_and_spread_over_the_layers() -> None:

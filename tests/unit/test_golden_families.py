@@ -17,7 +17,7 @@ from pi2.importing.checkpoint import list_tensors
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family
 from pi2.importing.new_model import describe_checkpoint
-from pi2.importing.rows import CutoffMaker
+from pi2.importing.rows import make_cutoff
 from pi2.model.tensors import list_tensors as list_model_tensors
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
@@ -207,7 +207,7 @@ def test_a_matrix_tells_the_cutoff_without_gates(tmp_path: Path, count: int, ali
     gates[:, :alike] = 0.5
     save_file({"gates": gates}, tmp_path / "gates.safetensors")
     stored = list_tensors(tmp_path / "gates.safetensors")["gates"]
-    mean, *rows = CutoffMaker(stored, -1.5, False).make()
+    mean, *rows = make_cutoff(stored, -1.5, False)
     assert len(rows) == min(count, 32)
     for inputs in drawn.normal(size=(4, 32)).astype(np.float32):
         values = gates @ inputs

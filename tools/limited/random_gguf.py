@@ -16,7 +16,6 @@ import numpy as np
 from pi2.arrays import U8, Raw
 from pi2.diagnostics import UserError
 from pi2.formats import Format, Packing, find_format, find_packing
-from pi2.importing.gguf_file import join_blocks
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import FfnPrecision
 from pi2.plan.weights.layout import GROUP, Tensor
@@ -311,8 +310,7 @@ def _copy_tensor(tensor: GgufTensor, stored: Tensor) -> Raw:
     if packing.is_plain:
         return packed.view(np.float16)
     assert stored.scales is not None
-    codes = packing.unpack(packed, tensor.length)
-    return join_blocks(codes, stored.scales.view(np.float16), tensor.block)
+    return packing.join_blocks(packed, stored.scales, tensor.length)
 
 
 def _take_mean_out(codes: U8) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 from pi2.importing.config import (
     ACTIVATIONS,
+    HUGE,
     ROTATED_SHARE,
+    TABLE,
     TURN_FACTOR,
     Config,
     Layer,
@@ -27,7 +29,10 @@ def states(scope: Completed, key: str) -> bool:
 
 def limit(scope: Completed, key: str, default: float | None) -> float | None:
     """A number, or None where ``key`` is null; ``default`` where it is not stated."""
-    return scope.config.read_limit(key, default)
+    config = scope.config
+    if config.has(key):
+        return config.read(key, float)
+    return None if key in config.values else default
 
 
 def divide(scope: Completed, key: str, other: str) -> int:
@@ -47,10 +52,6 @@ def activation(scope: Completed, name: str | None) -> str:
     if name is None or name not in ACTIVATIONS:
         raise scope.config.refuse(f"the activation {name!r} is unknown")
     return ACTIVATIONS[name]
-
-
-def has_window(scope: Description, layer: int) -> bool:
-    return layer in scope.windowed
 
 
 def cycles(scope: Completed, layer: int, length: int) -> bool:
@@ -91,13 +92,7 @@ def within(scope: Completed, table: str, key: str, default: Any) -> Any:
     return default if found is None else found
 
 
-_KINDS = {
-    "full_attention": "attention",
-    "attention": "attention",
-    "linear_attention": "linear",
-    "mamba": "linear",
-    "conv": "linear",
-}
+_KINDS: Mapping[str, str] = TABLE["mixers"]
 """Whether layers are attention, by their names in configurations."""
 
 
@@ -158,7 +153,10 @@ def rope(scope: Description) -> None:
 
 
 def numbers(scope: Completed, key: str) -> list[float]:
-    return scope.config.read_numbers(key)
+    found = scope.config.read_list(key)
+    if not all(type(item) in (int, float) and 0 < item < HUGE for item in found):
+        raise scope.config.refuse(f"{key} is not a list of positive numbers")
+    return [float(item) for item in found]
 
 
 def grown(scope: Completed, over: float | None, under: float | None, factor: float) -> float | None:

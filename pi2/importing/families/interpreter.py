@@ -34,17 +34,24 @@ def flatten(tables: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, A
             yield start + key, value
 
 
-def list_tensor_names(names: Mapping[str, str], layer: str) -> Iterator[tuple[str, str]]:
-    """The names that a document's ``names`` stand for."""
-    for key, name in names.items():
-        name = layer + name if name.startswith(".") else name
+def expand_names(
+    names: Mapping[str, str], layer: str, key_layer: str = ""
+) -> Iterator[tuple[str, str]]:
+    """The names that a document's ``names`` stand for, with their keys: those that begin with a dot
+    follow ``layer``, and such keys ``key_layer``."""
+    for pair in names.items():
+        key, name = (
+            start + text if text.startswith(".") else text
+            for start, text in zip((key_layer, layer), pair, strict=True)
+        )
         for part in _PARTS if "{part}" in key else ("",):
             own, pattern = (text.replace("{part}", part) for text in (key, name))
-            if not pattern.endswith(".*"):
+            if not own.endswith(".*") and not pattern.endswith(".*"):
                 yield own, pattern
                 continue
-            yield own, f"{pattern[:-1]}weight"
-            yield f"{own}_bias", f"{pattern[:-1]}bias"
+            for end, bias in ((".weight", ""), (".bias", "_bias")):
+                stated = own.replace(".*", end) if own.endswith(".*") else own + bias
+                yield stated, pattern.replace(".*", end)
 
 
 def read_family(file: Path) -> Family:
@@ -73,8 +80,8 @@ class Completed:
 
     @property
     def layers(self) -> int:
-        layers: int = self.config.read_first(_LAYERS, int)
-        return layers
+        stated = (key for key in _LAYERS if self.config.has(key))
+        return self.config.read(next(stated, _LAYERS[0]), int)
 
     def find(self, name: str) -> Any:
         if name in self.known:
@@ -149,12 +156,13 @@ class Description(Completed):
         completed = Completed(config, sections, functions).complete()
         super().__init__(completed, Sections(), functions)
         self.raw, self.sections, self.family = config, sections, family
+        read, fixed = dict(flatten(sections.read)), dict(flatten(sections.set))
         self.stated = {
-            **dict(flatten(sections.read)),
-            **dict(flatten(sections.set)),
-            **{f"tensors.{k}": v for k, v in list_tensor_names(sections.names, family.layer)},
+            **read,
+            **fixed,
+            **{f"tensors.{k}": v for k, v in expand_names(sections.names, family.layer)},
         }
-        self.reads = dict(flatten(sections.read)).keys() - dict(flatten(sections.set)).keys()
+        self.reads = read.keys() - fixed.keys()
         self.tables: dict[str, Any] = {}
         self.windowed: list[int] = []
 

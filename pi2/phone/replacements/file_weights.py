@@ -53,7 +53,7 @@ class GgufWeights(TensorFiles):
     def list_matrices(self) -> Iterator[tuple[str, int, FileTensor]]:
         names = set[str]()
         for (key, layer, _), tensor in self._tensors.items():
-            if tensor.rows > 1 and tensor.name not in names:
+            if tensor.all_rows > 1 and tensor.name not in names:
                 names.add(tensor.name)
                 yield key, layer, tensor
 
