@@ -17,7 +17,7 @@ from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import ACCOUNTS
+from pi2.engine.accounts import Account
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
@@ -151,7 +151,7 @@ class LayersOpening(Opening):
             _describe_build(resolved, request, cache),
             chunks=request.chunks,
             loan=make_loan(resolved, cache, budget),
-            account=ACCOUNTS[self.verdict][0](resolved),
+            account=Account(resolved, self.verdict),
             reader=reader,
             units=shares.units,
             loaded_bytes=bulk.total_bytes,

@@ -19,7 +19,7 @@ from pi2.backends.faults.guard import find_guard
 from pi2.backends.protocol import ProgramRequest
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import ACCOUNTS
+from pi2.engine.accounts import FileAccount
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.model_texts import ModelTexts
 from pi2.engine.opening import Opening
@@ -134,7 +134,7 @@ class FileOpening(Opening):
         return self.finish(
             model,
             report,
-            account=ACCOUNTS[self.verdict][2](resolved, facts, expected),
+            account=FileAccount(resolved, self.verdict, facts, expected),
             reader=FileReads(files, lambda: model.read_bytes),
             loaded_bytes=loaded,
             resident=whole,

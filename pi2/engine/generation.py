@@ -20,7 +20,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
-from pi2.engine.parts import Parts, StepBytes
+from pi2.engine.parts import Parts
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
@@ -284,9 +284,7 @@ def count_reads(parts: Parts) -> tuple[int, float]:
     return parts.reader.read_bytes, parts.model.waited_s
 
 
-def count_run(
-    parts: Parts, scheduler: Scheduler, bytes_of_steps: StepBytes | None
-) -> RunStatistics:
+def count_run(parts: Parts, scheduler: Scheduler) -> RunStatistics:
     """Counters since loading."""
     rounds, speculation = scheduler.rounds, scheduler.speculation
     read_bytes, waited_s = count_reads(parts)
@@ -298,7 +296,7 @@ def count_run(
         steps_s=rounds.whole.seconds,
         steps_waited_s=rounds.whole.waited_s,
         steps_read_bytes=rounds.whole.read_bytes,
-        step_bytes=0 if bytes_of_steps is None else bytes_of_steps.count().memory,
+        step_bytes=0 if parts.account.step_bytes is None else parts.count_touched().memory,
         speculation=SpeculationCounters() if speculation is None else speculation.counters,
         **work,
     )

@@ -29,7 +29,7 @@ from pi2.engine.generation import (
     stream_pieces,
 )
 from pi2.engine.generation import describe_unit_counters as describe_units
-from pi2.engine.parts import Parts, find_step_bytes
+from pi2.engine.parts import Parts
 from pi2.engine.prefixes import make_kept_prefixes
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler
@@ -69,14 +69,13 @@ class LoadedModel:
         self.origin: tuple[Path, dict[str, object]] | None = None
         """The plan's file, and the values that it was loaded with."""
         plan = parts.resolved.plan
-        self._bytes_of_steps = find_step_bytes(parts)
         own = weakref.proxy(self)  # no circle: a closed model that is dropped gives its memory back
         self._scheduler = Scheduler(
             parts.forward,
             context=plan.kv.context,
             piece_tokens=plan.prefill.chunk * parts.resolved.chunks,
             make_decoder=lambda request: own.texts.make_decoder(request),
-            speculation=make_speculation(parts, self._bytes_of_steps),
+            speculation=make_speculation(parts),
             count_reads=partial(count_reads, parts),
         )
         self._watch: MemoryWatch | None = None
@@ -214,7 +213,7 @@ class LoadedModel:
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
-        return count_run(self._parts, self._scheduler, self._bytes_of_steps)
+        return count_run(self._parts, self._scheduler)
 
     def encode(self, prompt: str, *, whole: bool = False) -> list[int]:
         """Token ids of ``prompt``, with the begin token where the model wants one; of a ``whole``
@@ -411,7 +410,7 @@ class LoadedModel:
         other.texts.go_on_with(self.texts)
         self._parts = other._parts
         self.__dict__.pop("memory_bytes_s", None)
-        self._bytes_of_steps, self._watch = other._bytes_of_steps, other._watch
+        self._watch = other._watch
         self.origin, self._pressure = other.origin, other._pressure
         self._scheduler.take_forward(other._scheduler)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pi2.backends.host import load_host_loops
 from pi2.backends.units import WholeRequest
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import ACCOUNTS
+from pi2.engine.accounts import WholeAccount
 from pi2.engine.parts import Parts, refuse_layers
 from pi2.engine.sequences import make_sequences
 from pi2.fitting import find_backend, find_whole_backend
@@ -181,7 +181,7 @@ class WholeOpening(Opening):
         return self.finish(
             model,
             report,
-            account=ACCOUNTS[self.verdict][1](resolved),
+            account=WholeAccount(resolved, self.verdict),
             reader=reader,
             compute_threads=1,
         )

@@ -17,7 +17,6 @@ from pi2.diagnostics import UserError
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.memory.budget import SegmentUse
 from pi2.memory.matrix_pool import MatrixPool
-from pi2.plan.arithmetic.units import count_kv_token_bytes
 from pi2.plan.weights.bundles import join_scales, slice_experts
 
 if TYPE_CHECKING:
@@ -140,6 +139,27 @@ def refuse_layers() -> LayerModel:
     )
 
 
+FLASH_WEIGHT = 10
+"""Bytes in memory that count as one byte from flash: drives give a tenth of the memory's rate, or
+less. Drafts of resident neurons touch more memory to read less."""
+
+
+class Touched(NamedTuple):
+    """Bytes that steps have touched."""
+
+    memory: int
+    flash: int
+
+    @property
+    def total(self) -> int:
+        """All bytes: bytes from flash are touched there and in memory."""
+        return self.memory + self.flash
+
+    @property
+    def weight(self) -> int:
+        return self.memory + FLASH_WEIGHT * self.flash
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The parts that the orchestrator has built for a plan."""
@@ -188,6 +208,15 @@ class Parts:
         found["runtime"] = SegmentUse(stated_bytes=stated, allocated_bytes=None, taken_bytes=taken)
         return found
 
+    def count_touched(self) -> Touched:
+        """Bytes that steps have touched: dense weights and predictors once a step, neurons that any
+        token of it used once, the KV cache for each token; the reads of prompts count as well.  A
+        step of a GGUF file reads its dense matrices and one token's experts."""
+        forward, account = self.forward, self.account
+        memory = forward.steps * (account.step_bytes or 0)
+        memory += forward.attended_tokens * account.context_bytes
+        return Touched(memory + forward.model.touched_bytes, self.reader.read_bytes)
+
     @property
     def model(self) -> SequenceModel:
         return self.forward.model
@@ -203,47 +232,3 @@ class Parts:
     @property
     def feed_forward(self) -> FeedForward:
         return self.show_layers().feed_forward
-
-
-FLASH_WEIGHT = 10
-"""Bytes in memory that count as one byte from flash: drives give a tenth of the memory's rate, or
-less. Drafts of resident neurons touch more memory to read less."""
-
-
-class Touched(NamedTuple):
-    """Bytes that steps have touched."""
-
-    memory: int
-    flash: int
-
-    @property
-    def total(self) -> int:
-        """All bytes: bytes from flash are touched there and in memory."""
-        return self.memory + self.flash
-
-    @property
-    def weight(self) -> int:
-        return self.memory + FLASH_WEIGHT * self.flash
-
-
-class StepBytes:
-    """Bytes that steps touch: dense weights and predictors once a step, neurons that any token of
-    it used once, the KV cache for each token.  A step of a GGUF file reads its dense matrices and
-    one token's experts."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._forward, self._reader = parts.forward, parts.reader
-        self._step_bytes = parts.account.step_bytes or 0
-        layers, kind = parts.resolved.model.shape.layers, parts.resolved.plan.kv.type
-        self._context_bytes = layers * count_kv_token_bytes(parts.resolved.model, kind)
-
-    def count(self) -> Touched:
-        """Bytes of all steps so far; the reads of prompts count as well."""
-        forward = self._forward
-        memory = forward.steps * self._step_bytes + forward.attended_tokens * self._context_bytes
-        return Touched(memory + forward.model.touched_bytes, self._reader.read_bytes)
-
-
-def find_step_bytes(parts: Parts) -> StepBytes | None:
-    """The counter of the bytes that steps touch; None if another unit has the whole model."""
-    return None if parts.account.step_bytes is None else StepBytes(parts)

@@ -12,7 +12,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64
 from pi2.engine.answer import Answer
-from pi2.engine.parts import Parts, StepBytes, Touched, find_step_bytes
+from pi2.engine.parts import Parts, Touched
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import SpeculationCounters
 
@@ -412,23 +412,23 @@ class Speculation:
         self._drafter.forget(place)
 
 
-def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculation | None:
+def make_speculation(parts: Parts) -> Speculation | None:
     """Make what drafts tokens; None if the plan wants none, or states cannot be copied."""
     plan, forward = parts.resolved.plan, parts.forward
     settings = plan.decode.speculation
-    if settings is None or bytes_of_steps is None:
+    if settings is None or parts.account.step_bytes is None:
         return None
-    count = bytes_of_steps.count
+    count = parts.count_touched
     drafter: Drafter = PromptLookup(settings.match)
     if parts.resolved.model.state_layers and not forward.copies:
         return None
     if settings.drafts == "resident":
         drafter = ResidentDrafts(forward, parts.feed_forward)
     if settings.drafts in ("plan", "mtp"):
-        if parts.draft is None or (other := find_step_bytes(parts.draft)) is None:
+        if parts.draft is None or parts.draft.account.step_bytes is None:
             return None
         drafter = _follow_plan(parts, parts.draft)
-        count = partial(_add_counts, count, other.count)
+        count = partial(_add_counts, count, parts.draft.count_touched)
     return Speculation(
         drafter,
         tokens=settings.tokens,
