@@ -46,10 +46,7 @@ from pi2.progress import Progress
 from pi2.store.file_read import BlockTensors, split_blocks
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import BuildRequest
     from pi2.memory.cache import NeuronCache
-    from pi2.memory.flash import FlashReader
-    from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
 class LayersOpening(Opening):
@@ -263,11 +260,6 @@ def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -
     return SharedRows(executor, shares.units[rows.unit], rows, resolved.model)
 
 
-def unpack_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor as stores have it, which units expect."""
-    return tensor if tensor.format is None else split_blocks(tensor)
-
-
 def _build_unit(
     resolved: ResolvedPlan, name: str, build: BuildRequest, budget: Budget, progress: Progress
 ) -> DenseUnit:
@@ -275,18 +267,23 @@ def _build_unit(
     share = describe_unit(resolved, name).share
     # The rules of the plan language have seen to it (P265).
     assert backend is not None and share is not None, name
+    rows = {
+        matrix: build.tensors[matrix].take_rows(0, count)
+        for matrix, (count, *_) in share.matrices.items()
+        if matrix in build.tensors  # none in a dry run
+    }
+    segment = resolved.name_segment(name)
     request = UnitRequest(
         name=name,
         share=share,
         scales=build.scales,
+        # As stores have them, which units expect.
         tensors={
-            matrix: unpack_rows(build.tensors[matrix].take_rows(0, count))
-            for matrix, (count, *_) in share.matrices.items()
-            if matrix in build.tensors  # none in a dry run
+            key: own if own.format is None else split_blocks(own) for key, own in rows.items()
         },
-        allocate=partial(budget.allocate, resolved.name_segment(name)),
-        adopt=partial(budget.adopt, resolved.name_segment(name)),
-        count=partial(budget.charge, resolved.name_segment(name)),
+        allocate=partial(budget.allocate, segment),
+        adopt=partial(budget.adopt, segment),
+        count=partial(budget.charge, segment),
         progress=progress,
     )
     try:

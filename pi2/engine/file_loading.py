@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial, singledispatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from pi2.memory.direct_files import BLOCK, BatchReads, DirectFiles, FileReads, P
 from pi2.memory.matrix_pool import MatrixPlace
 from pi2.memory.ring import WeightStream
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sources import FileFacts, Source
+from pi2.plan.arithmetic.sources import FileFacts
 from pi2.plan.documents.plan_units import list_cores
 from pi2.reads import refuse_cut, refuse_weights
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
@@ -194,14 +194,11 @@ def find_place(
     return MatrixPlace(state.st_dev, state.st_ino, state.st_mtime_ns, *own)
 
 
-@singledispatch
-def list_matrices(source: Source, resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
+def list_resident(resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
     """Bytes of the matrices that a plan keeps in memory and other plans may use: of a file."""
-    return {}
-
-
-@list_matrices.register
-def _(facts: FileFacts, resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
+    facts = resolved.source
+    if not isinstance(facts, FileFacts):
+        return {}
     weights = facts.weights
     try:
         states = [path.stat() for path in weights.files]
@@ -212,11 +209,6 @@ def _(facts: FileFacts, resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
     is_mapped = resolved.plan.memory.weights == "mapped"
     found = [find_place(states, tensors[name], is_mapped=is_mapped) for name in names]
     return {place: place.size for place in found}
-
-
-def list_resident(resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
-    """Bytes of the matrices of a plan that other plans may use."""
-    return list_matrices(resolved.source, resolved)
 
 
 def place_resident(

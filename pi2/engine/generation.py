@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import (
     AsyncGenerator,
@@ -13,17 +14,42 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 
 from pi2.arrays import F32, I32
+from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
 from pi2.engine.parts import Parts
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
+
+
+def read_prompt(file: Path | None) -> str:
+    """The prompt in a file, or on standard input; UserError P603 or P607."""
+    try:
+        if file is not None:
+            data = file.read_bytes()
+        elif sys.stdin.isatty() or not (data := sys.stdin.buffer.read()):
+            raise UserError.of(
+                "P603", "there is no prompt", help="give --prompt TEXT, -f FILE, or standard input"
+            )
+        return data.decode("utf-8")
+    except OSError as error:
+        place = "standard input" if file is None else str(file)
+        raise UserError.of("P607", f"cannot read the prompt {place}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        place = "standard input" if file is None else str(file)
+        raise UserError.of(
+            "P607",
+            f"the prompt is not UTF-8: byte {error.start} of {place}",
+            help="save the text as UTF-8",
+        ) from None
+
 
 _PATIENCE_S = 60.0
 """The thread looks by itself after this time whether there is something to do."""

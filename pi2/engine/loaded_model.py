@@ -35,7 +35,6 @@ from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.speculation import make_speculation
 from pi2.engine.statistics import RunStatistics, UnitUse
-from pi2.engine.text import ChatTemplate, Message
 from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, SegmentUse, read_pressure
 from pi2.memory.matrix_pool import MatrixPool
@@ -49,8 +48,8 @@ if TYPE_CHECKING:
 
     from pi2.backends.faults.shortage import MemoryWatch
     from pi2.engine.accounts import Account
-    from pi2.engine.message_shapes import WriteCalls
-    from pi2.engine.model_texts import ModelTexts
+    from pi2.engine.message_shapes import Message, WriteCalls
+    from pi2.engine.model_texts import ChatTemplate, ModelTexts
     from pi2.store.reader import NeuronStore
 
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial, singledispatch
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,15 @@ from pi2.engine.parts import Parts, refuse_layers
 from pi2.engine.sequences import make_sequences
 from pi2.fitting import find_backend, find_whole_backend
 from pi2.fitting.misfits import check_fit
-from pi2.fitting.sources import StoreSource, WholeSource
+from pi2.fitting.sources import WholeSource
 from pi2.logging import get_logger
 from pi2.machine import detect_machine
 from pi2.memory.arena import allocate_cache, allocate_staging
 from pi2.memory.budget import make_budget
 from pi2.memory.matrix_pool import MatrixPool
 from pi2.plan.arithmetic.sizes import count_piece_bytes
-from pi2.plan.arithmetic.sources import FileFacts, Source
+from pi2.plan.arithmetic.sources import FileFacts
+from pi2.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from pi2.arrays import U8
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from pi2.engine.model_texts import ModelTexts
     from pi2.memory.arena import ContextLoan
     from pi2.plan.arithmetic.resolved import ResolvedPlan
-    from pi2.progress import Progress
 
 MakeObserver = Callable[["Executor", "BuildRequest"], "ExecutorObserver | None"]
 """Makes an observer of an executor's dense layers, or None."""
@@ -46,8 +46,8 @@ MakeObserver = Callable[["Executor", "BuildRequest"], "ExecutorObserver | None"]
 class Wish:
     """Settings of loading that no plan states."""
 
-    progress: Progress
-    start: float
+    progress: Progress = ignore_progress
+    start: float = field(default_factory=time.perf_counter)
     """When it began, by `time.perf_counter`."""
     pool: MatrixPool = field(default_factory=MatrixPool)
     """Matrices of other models."""
@@ -70,7 +70,7 @@ class Opening(ABC):
         self.draft: Opening | None = None
         if resolved.draft is not None:
             own = Wish(progress=wish.progress, start=wish.start, pool=wish.pool)
-            self.draft = open_source(resolved.draft.source, resolved.draft, own, cleanup)
+            self.draft = open_source(resolved.draft, own, cleanup)
             if not self.texts.has_tokens_of(self.draft.texts):
                 raise UserError.of(
                     "P618",
@@ -190,32 +190,22 @@ class WholeOpening(Opening):
 def load_parts(resolved: ResolvedPlan, wish: Wish) -> Parts:
     """Load a plan's model."""
     with ExitStack() as cleanup:
-        opened = open_source(resolved.source, resolved, wish, cleanup)
+        opened = open_source(resolved, wish, cleanup)
         parts = opened.load(ExitStack())
         parts.release.enter_context(cleanup.pop_all())
     return parts
 
 
-@singledispatch
-def open_source(source: Source, resolved: ResolvedPlan, wish: Wish, cleanup: ExitStack) -> Opening:
+def open_source(resolved: ResolvedPlan, wish: Wish, cleanup: ExitStack) -> Opening:
     """Open the weights of a plan, closed by ``cleanup``."""
-    raise NotImplementedError(source)
+    match resolved.source:
+        case FileFacts() as facts:
+            from pi2.engine.file_loading import FileOpening
 
+            return FileOpening(facts, resolved, wish, cleanup)
+        case WholeSource():
+            return WholeOpening(resolved, wish, cleanup)
+        case _:
+            from pi2.engine.assembly import LayersOpening
 
-@open_source.register
-def _(source: FileFacts, *given: Any) -> Opening:
-    from pi2.engine.file_loading import FileOpening
-
-    return FileOpening(source, *given)
-
-
-@open_source.register
-def _(source: StoreSource, *given: Any) -> Opening:
-    from pi2.engine.assembly import LayersOpening
-
-    return LayersOpening(*given)
-
-
-@open_source.register
-def _(source: WholeSource, *given: Any) -> Opening:
-    return WholeOpening(*given)
+            return LayersOpening(resolved, wish, cleanup)

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import Answer, GenerationRequest, Line, Ticket, score_token
+from pi2.engine.answer import Answer, GenerationRequest, Line, Ticket, TokenDecoder, score_token
 from pi2.engine.prefixes import Prefixes
 from pi2.engine.sequences import KeptContext, Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import Phase, Rounds
-from pi2.engine.text import TokenDecoder
 
 if TYPE_CHECKING:
     from pi2.backends.faults.shortage import MemoryWatch
