@@ -23,8 +23,7 @@ from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
 from pi2.engine.layer_model import LayerModel
 from pi2.engine.loading import WEIGHTS, load_gates, read_neurons
-from pi2.engine.opening import Opening
-from pi2.engine.parts import Parts
+from pi2.engine.opening import Opening, Parts
 from pi2.fitting import (
     count_threads,
     describe_unit,

@@ -15,11 +15,21 @@ from pi2.backends.blocks.routed import view_floats
 from pi2.backends.executor import Executor
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.diagnostics import UserError
-from pi2.engine.parts import ShareObserver
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.resolved import DenseShare
 from pi2.plan.arithmetic.units import DividedRows, name_head
 from pi2.plan.documents.model import Model
+
+
+class ShareObserver:
+    """Observes shares in the thread that drives them, doing nothing itself; times are of
+    `time.perf_counter`."""
+
+    def note_work(self, unit: str, name: str, start_s: float, end_s: float) -> None:
+        """A unit has computed something; it is told when the job is finished."""
+
+    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
+        """The caller has waited for a unit, which had work of ``layer``, or of the head."""
 
 
 @dataclass(slots=True, kw_only=True)

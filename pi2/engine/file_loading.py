@@ -22,8 +22,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.accounts import FileAccount
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.model_texts import ModelTexts
-from pi2.engine.opening import Opening
-from pi2.engine.parts import Parts
+from pi2.engine.opening import Opening, Parts
 from pi2.fitting import find_program_backend
 from pi2.memory.budget import Budget
 from pi2.memory.direct_files import BLOCK, BatchReads, DirectFiles, FileReads, Piece, load_ranges

@@ -23,7 +23,7 @@ import numpy as np
 from pi2.arrays import F32, I32
 from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
-from pi2.engine.parts import Parts
+from pi2.engine.opening import Parts
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide

@@ -29,7 +29,7 @@ from pi2.engine.generation import (
     stream_pieces,
 )
 from pi2.engine.generation import describe_unit_counters as describe_units
-from pi2.engine.parts import Parts
+from pi2.engine.opening import Parts
 from pi2.engine.prefixes import make_kept_prefixes
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler

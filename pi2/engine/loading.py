@@ -16,8 +16,8 @@ from pi2.arrays import I32, U8, Scales
 from pi2.backends.protocol import BuildRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
+from pi2.engine.layer_model import refuse_layers
 from pi2.engine.model_texts import DryTexts, ModelTexts, StoreTexts
-from pi2.engine.parts import refuse_layers
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
 from pi2.memory.budget import Budget

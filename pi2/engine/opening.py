@@ -1,29 +1,30 @@
-"""The one way from a plan to a model that runs: open -> give out memory -> build."""
+"""The one way from a plan to the parts of a model that runs: open -> give out memory -> build."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pi2.backends.host import load_host_loops
 from pi2.backends.units import WholeRequest
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import WholeAccount
-from pi2.engine.parts import Parts, refuse_layers
-from pi2.engine.sequences import make_sequences
+from pi2.engine.accounts import Account, WholeAccount
+from pi2.engine.layer_model import LayerModel, refuse_layers
+from pi2.engine.sequences import Sequences, make_sequences
+from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting import find_backend, find_whole_backend
 from pi2.fitting.misfits import check_fit
 from pi2.fitting.sources import WholeSource
 from pi2.logging import get_logger
 from pi2.machine import detect_machine
 from pi2.memory.arena import allocate_cache, allocate_staging
-from pi2.memory.budget import make_budget
+from pi2.memory.budget import Budget, SegmentUse, make_budget
 from pi2.memory.matrix_pool import MatrixPool
 from pi2.plan.arithmetic.sizes import count_piece_bytes
 from pi2.plan.arithmetic.sources import FileFacts
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
     from pi2.backends.executor import Executor, ExecutorObserver
     from pi2.backends.protocol import BuildRequest
     from pi2.backends.units import SequenceModel
+    from pi2.engine.dense_shares import BesideUnit
+    from pi2.engine.feed_forward import FeedForward
     from pi2.engine.model_texts import ModelTexts
     from pi2.memory.arena import ContextLoan
+    from pi2.memory.cache import NeuronCache
+    from pi2.memory.direct_files import FileReads
+    from pi2.memory.flash import FlashReader
     from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 MakeObserver = Callable[["Executor", "BuildRequest"], "ExecutorObserver | None"]
@@ -52,6 +58,101 @@ class Wish:
     pool: MatrixPool = field(default_factory=MatrixPool)
     """Matrices of other models."""
     make_observer: MakeObserver | None = None
+
+
+FLASH_WEIGHT = 10
+"""Bytes in memory that count as one byte from flash: drives give a tenth of the memory's rate, or
+less. Drafts of resident neurons touch more memory to read less."""
+
+
+class Touched(NamedTuple):
+    """Bytes that steps have touched."""
+
+    memory: int
+    flash: int
+
+    @property
+    def total(self) -> int:
+        """All bytes: bytes from flash are touched there and in memory."""
+        return self.memory + self.flash
+
+    @property
+    def weight(self) -> int:
+        return self.memory + FLASH_WEIGHT * self.flash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of a plan's model."""
+
+    resolved: ResolvedPlan
+    texts: ModelTexts
+    budget: Budget
+    reader: FlashReader | FileReads
+    forward: Sequences
+    load_s: float
+    units: Mapping[str, BesideUnit] = field(default_factory=dict)
+    """Units next to the executor."""
+    loaded_bytes: int = 0
+    """Read in bulk."""
+    account: Account
+    compute_threads: int
+    resident: Sequence[U8] = ()
+    """Resident weights that steps read, in one array or several."""
+    pool: MatrixPool = field(default_factory=MatrixPool)
+    """Resident weights that models share."""
+    has_pooled_matrices: bool = False
+    """Whether the pool gives segment ``hot`` back."""
+    check: Callable[[], None] = lambda: None
+    """Raises `UserError` where a file that steps read is not as it was loaded."""
+    show_layers: Callable[[], LayerModel] = refuse_layers
+    """Gives the model if its layers are computed one by one, else raises `UserError` P662."""
+    lock_fallback: str | None = None
+    """Why memory is not locked, if the plan wants it."""
+    draft: Parts | None = None
+    """The draft model's, if there is one."""
+    release: ExitStack
+    """Gives back threads, files and memory, the last that was taken first."""
+
+    def measure_segments(self) -> dict[str, SegmentUse]:
+        """Stated and taken bytes by segment; ``draft.NAME`` belongs to the model that drafts, and
+        ``runtime`` has the rest of the process's peak."""
+        found = self.budget.measure()
+        if self.draft is not None:
+            own = self.draft.budget.measure().items()
+            found |= {f"draft.{name}": use for name, use in own if name != "runtime"}
+        parts = [use.taken_bytes for name, use in found.items() if name != "runtime"]
+        taken = None
+        if None not in parts:
+            taken = max(0, read_peak_rss_bytes() - sum(part for part in parts if part is not None))
+        stated = self.resolved.plan.memory.segments.runtime
+        found["runtime"] = SegmentUse(stated_bytes=stated, allocated_bytes=None, taken_bytes=taken)
+        return found
+
+    def count_touched(self) -> Touched:
+        """Bytes that steps have touched: dense weights and predictors once a step, neurons that any
+        token of it used once, the KV cache for each token; the reads of prompts count as well.  A
+        step of a GGUF file reads its dense matrices and one token's experts."""
+        forward, account = self.forward, self.account
+        memory = forward.steps * (account.step_bytes or 0)
+        memory += forward.attended_tokens * account.context_bytes
+        return Touched(memory + forward.model.touched_bytes, self.reader.read_bytes)
+
+    @property
+    def model(self) -> SequenceModel:
+        return self.forward.model
+
+    @property
+    def executor(self) -> Executor:
+        return self.show_layers().executor
+
+    @property
+    def cache(self) -> NeuronCache:
+        return self.feed_forward.cache
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        return self.show_layers().feed_forward
 
 
 class Opening(ABC):

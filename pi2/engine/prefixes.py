@@ -17,7 +17,7 @@ import numpy as np
 from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.contract import CONTEXT_BLOCK, Ring
 from pi2.caches import find_cache_folder
-from pi2.engine.parts import Parts
+from pi2.engine.opening import Parts
 from pi2.engine.sequences import Sequences
 from pi2.logging import get_logger
 from pi2.model.blocks import list_turns

@@ -12,7 +12,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64
 from pi2.engine.answer import Answer
-from pi2.engine.parts import Parts, Touched
+from pi2.engine.opening import Parts, Touched
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import SpeculationCounters
 

@@ -13,7 +13,7 @@ from pi2.arrays import F32, I64
 from pi2.engine.answer import Ticket
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import read_tokenizer
-from pi2.engine.parts import Touched
+from pi2.engine.opening import Touched
 from pi2.engine.run_report import describe_run, summarise_run
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import SpeculationCounters

@@ -9,7 +9,7 @@ import pytest
 from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Ticket, TokenDecoder
-from pi2.engine.parts import Touched
+from pi2.engine.opening import Touched
 from pi2.engine.sampling import Repeats, Sampler, SamplingOptions
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences
