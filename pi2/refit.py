@@ -3,7 +3,7 @@
 If not all neurons fit, the embedding and the unused part of the context make room for them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -52,8 +52,6 @@ class FittedPlan:
     """Values to load the plan with, by key: the given ones, and the ones that follow from them."""
     changes: tuple[str, ...] = ()
     """The values that followed, in words, one line each."""
-    fitted: Mapping[str, object] = field(default_factory=dict)
-    """The overrides that followed."""
 
     @property
     def origin(self) -> tuple[Path, dict[str, object]]:
@@ -141,9 +139,7 @@ def read_plan(
         fitted |= refit.overrides
         changes += refit.changes
         report = check(overrides={**given, **fitted})
-    return FittedPlan(
-        report=report, overrides={**given, **fitted}, changes=tuple(changes), fitted=fitted
-    )
+    return FittedPlan(report=report, overrides={**given, **fitted}, changes=tuple(changes))
 
 
 def _compare(before: Plan, after: Plan) -> Iterator[tuple[str, int, str]]:

@@ -25,7 +25,6 @@ from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
 from pi2.engine.opening import Parts
 from pi2.engine.scheduler import Scheduler
-from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
 
 
@@ -253,41 +252,26 @@ class BatchGeneration(_Running[tuple[int, str], BatchResult]):
         return BatchResult(sequences=found, rounds=rounds, statistics=statistics)
 
 
-def iterate_prefill_logits(
-    parts: Parts, scheduler: Scheduler, ids: I32
+def iterate_logits(
+    parts: Parts, scheduler: Scheduler, ids: I32, mode: Literal["prefill", "decode"]
 ) -> Generator[F32, None, None]:
-    """Logits [n, vocab] after ``ids`` [tokens], chunk by chunk, every neuron computed."""
-    chunk = parts.resolved.plan.prefill.chunk
+    """Logits [n, vocab] after ``ids`` [tokens]: chunk by chunk with every neuron computed, or token
+    by token with the plan's predictor."""
+    forward = parts.forward
+    size = parts.resolved.plan.prefill.chunk if mode == "prefill" else 1
     with scheduler.borrow_place() as place:
-        for start in range(0, len(ids), chunk):
-            piece = ids[start : start + chunk]
+        for start in range(0, len(ids), size):
+            piece = ids[start : start + size]
             with scheduler.exclude():
-                found = parts.forward.prefill(piece, all_logits=True, end=len(ids), sequence=place)
+                if mode == "prefill":
+                    found = forward.prefill(piece, all_logits=True, end=len(ids), sequence=place)
+                else:
+                    found = forward.step(piece.tolist(), [place]).copy()
             yield found
-
-
-def iterate_decode_logits(
-    parts: Parts, scheduler: Scheduler, ids: I32
-) -> Generator[F32, None, None]:
-    """Logits [1, vocab] after each of ``ids`` [tokens], with the plan's predictor."""
-    with scheduler.borrow_place() as place:
-        for token in ids.tolist():
-            with scheduler.exclude():
-                found = parts.forward.step([token], [place]).copy()
-            yield found
-
-
-def find_hidden_reader(parts: Parts) -> Sequences | None:
-    """The sequences that give hidden states; None if the backend has none to give."""
-    return parts.forward if parts.forward.shows_hidden and parts.account.is_timed else None
 
 
 def embed_tokens(
-    parts: Parts,
-    forward: Sequences,
-    scheduler: Scheduler,
-    ids: Sequence[int],
-    pooling: Literal["mean", "last"],
+    parts: Parts, scheduler: Scheduler, ids: Sequence[int], pooling: Literal["mean", "last"]
 ) -> F32:
     """The mean of what the head would read after ``ids``, or the last of it: [hidden], length 1."""
     tokens, chunk = np.array(ids, np.int32), parts.resolved.plan.prefill.chunk
@@ -296,7 +280,7 @@ def embed_tokens(
     with scheduler.borrow_place() as place:
         for start in range(0, len(tokens), chunk):
             with scheduler.exclude():
-                found = forward.read_hidden(
+                found = parts.forward.read_hidden(
                     tokens[start : start + chunk], end=len(tokens), sequence=place
                 )
             hidden = found[:, :width].astype(np.float64)
@@ -305,15 +289,10 @@ def embed_tokens(
     return (total / length if length else total).astype(np.float32)
 
 
-def count_reads(parts: Parts) -> tuple[int, float]:
-    """Bytes of neurons and streamed weights read so far, and seconds that computing waited."""
-    return parts.reader.read_bytes, parts.model.waited_s
-
-
 def count_run(parts: Parts, scheduler: Scheduler) -> RunStatistics:
     """Counters since loading."""
     rounds, speculation = scheduler.rounds, scheduler.speculation
-    read_bytes, waited_s = count_reads(parts)
+    read_bytes, waited_s = parts.count_reads()
     work: Mapping[str, Any] = parts.model.count_work()
     return RunStatistics(
         flash_read_bytes=read_bytes,

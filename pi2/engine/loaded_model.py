@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -20,12 +20,9 @@ from pi2.engine.generation import (
     BatchGeneration,
     Driver,
     Generation,
-    count_reads,
     count_run,
     embed_tokens,
-    find_hidden_reader,
-    iterate_decode_logits,
-    iterate_prefill_logits,
+    iterate_logits,
     stream_pieces,
 )
 from pi2.engine.generation import describe_unit_counters as describe_units
@@ -75,7 +72,7 @@ class LoadedModel:
             piece_tokens=plan.prefill.chunk * parts.resolved.chunks,
             make_decoder=lambda request: own.texts.make_decoder(request),
             speculation=make_speculation(parts),
-            count_reads=partial(count_reads, parts),
+            count_reads=parts.count_reads,
         )
         self._watch: MemoryWatch | None = None
         self._driver: Driver | None = None
@@ -465,14 +462,12 @@ class LoadedModel:
         would fill the memory."""
         ids = np.array(token_ids, np.int32)
         self._check_ids(ids.tolist(), answer=0)
-        if mode == "prefill":
-            return iterate_prefill_logits(self._parts, self._scheduler, ids)
-        return iterate_decode_logits(self._parts, self._scheduler, ids)
+        return iterate_logits(self._parts, self._scheduler, ids, mode)
 
     @property
     def can_embed(self) -> bool:
         """Whether `embed` works: not in a dry run, nor if a unit has the whole model."""
-        return find_hidden_reader(self._parts) is not None
+        return self._parts.forward.program is not None and self.account.is_timed
 
     def embed(
         self, prompt: str | Sequence[int], *, pooling: Literal["mean", "last"] | None = None
@@ -482,8 +477,7 @@ class LoadedModel:
         It is the mean of the head's inputs over all tokens, or the last of them; the model document
         states the default. All neurons are computed. Raises UserError P601, P603, P606 and P615 as
         `generate` does, P617 if `can_embed` is false."""
-        forward = find_hidden_reader(self._parts)
-        if forward is None:
+        if not self.can_embed:
             raise UserError.of(
                 "P617",
                 "the backend of this plan gives no hidden states, which embeddings are made of",
@@ -491,9 +485,7 @@ class LoadedModel:
             )
         ids = self.encode(prompt, whole=True) if isinstance(prompt, str) else list(prompt)
         self._check_ids(ids, answer=0)
-        return embed_tokens(
-            self._parts, forward, self._scheduler, ids, pooling or self.plan.model.pooling
-        )
+        return embed_tokens(self._parts, self._scheduler, ids, pooling or self.plan.model.pooling)
 
     def _check_ids(self, ids: Sequence[int], *, answer: int = 1) -> None:
         if not ids:

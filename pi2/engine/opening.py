@@ -138,6 +138,10 @@ class Parts:
         memory += forward.attended_tokens * account.context_bytes
         return Touched(memory + forward.model.touched_bytes, self.reader.read_bytes)
 
+    def count_reads(self) -> tuple[int, float]:
+        """Bytes of neurons and streamed weights read so far, and seconds that computing waited."""
+        return self.reader.read_bytes, self.model.waited_s
+
     @property
     def model(self) -> SequenceModel:
         return self.forward.model

@@ -211,9 +211,6 @@ class Prefixes:
         """Take another model, whose places have what these have."""
         self._forward = forward
 
-    def close(self) -> None:
-        """Give back files and threads."""
-
 
 class KeptPrefixes(Prefixes):
     """Knows the tokens in the places of sequences, and in files."""
@@ -238,7 +235,7 @@ class KeptPrefixes(Prefixes):
         self._block = block
         self._identify = identify
         self._from_answers = goes_on_from_answers
-        self._states = self._keeper if has_states else None
+        self._has_states = has_states
         self._files = files
         self._places = [_Place() for _ in forward.positions]
 
@@ -249,7 +246,7 @@ class KeptPrefixes(Prefixes):
             self._count_usable(place, ids, most) if kept.identity == identity else 0
             for place, kept in enumerate(self._places)
         ]
-        sources = free if self._states is not None else range(len(self._places))
+        sources = free if self._has_states else range(len(self._places))
         source = max(sources, key=lambda place: (usable[place], place in free))
         reused = usable[source]
         if self._files is not None:
@@ -304,10 +301,6 @@ class KeptPrefixes(Prefixes):
         super().follow(forward)
         assert forward.program is not None
         self._keeper = forward.program
-        self._states = None if self._states is None else forward.program
-
-    def close(self) -> None:
-        """See `pi2.engine.prefixes.Prefixes`."""
 
     def _count_usable(self, place: int, ids: list[int], most: int) -> int:
         """Tokens of a prompt that a place has and that may be gone on from."""
@@ -317,7 +310,7 @@ class KeptPrefixes(Prefixes):
         return count if count >= self._forward.earliest[place] else 0
 
     def _count_known(self, kept: _Place, common: int) -> int:
-        if self._states is not None:
+        if self._has_states:
             # A state is that after the last token, and no other.
             whole = common == len(kept.ids)
             exact = kept.exact == common and common % self._block == 0
@@ -335,7 +328,7 @@ class KeptPrefixes(Prefixes):
         """The place itself if most of it is reused, or nothing can be copied; else the least
         recently used place, which leaves the others to be continued."""
         if reused and source in free:
-            if self._states is not None or 2 * reused >= len(self._places[source].ids):
+            if self._has_states or 2 * reused >= len(self._places[source].ids):
                 return source
         return self._find_oldest(free)
 
@@ -362,10 +355,10 @@ class KeptPrefixes(Prefixes):
             is_exact = is_exact and block.is_exact
             whole = whole + self._block if block.is_whole else 0
             has_all = whole >= min(ring.window, put)
-            if has_all and (self._states is None or len(block.state)):
+            if has_all and (not self._has_states or len(block.state)):
                 done, state = number + 1, block.state
-        if self._states is not None and state is not None:
-            self._states.put_state(target, state)
+        if self._has_states and state is not None:
+            self._keeper.put_state(target, state)
         count = done * self._block
         if put - count > ring.slack and ring.window:
             count = 0
@@ -386,8 +379,8 @@ class KeptPrefixes(Prefixes):
         for number in range(kept.saved, len(names)):
             first, end = number * self._block, (number + 1) * self._block
             state: F32 = np.zeros(0, np.float32)
-            if self._states is not None and end == len(kept.ids):
-                state = self._states.read_state(place)
+            if self._has_states and end == len(kept.ids):
+                state = self._keeper.read_state(place)
             context = self._keeper.read_context(place, first, end)
             is_whole = first >= self._forward.earliest[place] - window
             is_exact = end <= kept.exact
@@ -414,9 +407,7 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     resolved = parts.resolved
     plan = resolved.plan
     weights = parts.texts.identity
-    if weights is None or plan.serve.prefixes == "none":
-        return None
-    if not parts.forward.copies:
+    if weights is None or plan.serve.prefixes == "none" or parts.forward.program is None:
         return None
     size = resolved.source.count_cut(resolved)
     if resolved.model.state_layers:

@@ -81,7 +81,7 @@ class Sequences:
         """Sequences whose states some layers have taken further than others."""
         self.watch: Callable[[int, int, I32, F32], None] | None = None
         """Called with sequence, first position, tokens that went through the layers, and what the
-        head reads of them [n, hidden].  Needs `shows_hidden`."""
+        head reads of them [n, hidden].  Needs a `program`."""
         self.given: F32 | None = None
         """Of an MTP head, what the main model's head reads of the next tokens [n, hidden]."""
         self.attended_tokens = 0
@@ -118,11 +118,6 @@ class Sequences:
     def reset_all(self) -> None:
         for sequence in range(len(self.positions)):
             self.reset(sequence)
-
-    @property
-    def shows_hidden(self) -> bool:
-        """Whether `read_head_input` works."""
-        return self.program is not None
 
     def read_head_input(self, first: int) -> F32:
         """What the head reads of the last piece's tokens from ``first`` on [n, hidden]."""
@@ -234,10 +229,6 @@ class Sequences:
             raise
         self._note_step(tokens, sequences, positions)
         return logits
-
-    @property
-    def copies(self) -> bool:
-        return self.program is not None
 
     def copy(self, source: int, target: int) -> None:
         """Let a sequence go on where another stands, with a copy of its KV cache and states."""

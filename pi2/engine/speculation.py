@@ -420,7 +420,7 @@ def make_speculation(parts: Parts) -> Speculation | None:
         return None
     count = parts.count_touched
     drafter: Drafter = PromptLookup(settings.match)
-    if parts.resolved.model.state_layers and not forward.copies:
+    if parts.resolved.model.state_layers and forward.program is None:
         return None
     if settings.drafts == "resident":
         drafter = ResidentDrafts(forward, parts.feed_forward)
@@ -443,7 +443,7 @@ def _follow_plan(parts: Parts, draft: Parts) -> Drafter:
     if not draft.resolved.model.is_mtp:
         return PlanDrafts(draft.forward, context)
     drafter = MtpDrafts(draft.forward, context)
-    if parts.forward.shows_hidden:
+    if parts.forward.program is not None:
         parts.forward.watch = drafter.watch
     return drafter
 
