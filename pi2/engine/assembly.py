@@ -248,7 +248,7 @@ def build_shares(
         raise
     layers = [layer.dense for layer in resolved.layers]
     neurons = resolved.model.layer_neurons
-    return DenseShares(executor, units, layers, neurons, on_lost=_report_lost)
+    return DenseShares(executor, units, layers, neurons)
 
 
 def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> SharedRows | None:
@@ -322,10 +322,6 @@ def _load_layer(unit: DenseUnit, layer: int, kept: int, reader: FlashReader, sta
         return
     for first, piece in read_neurons(reader, layer, kept, staging[0]):
         unit.keep(layer, first, piece)
-
-
-def _report_lost(unit: BesideUnit) -> None:
-    get_logger().warning("the run goes on without a unit", unit=unit.name, reason=unit.lost)
 
 
 def refuse_mixture(resolved: ResolvedPlan) -> UserError:

@@ -77,7 +77,8 @@ class StoreWeights:
         resolved = self.resolved
         self.store = store = NeuronStore.open(resolved.store_path, model=resolved.model)
         self._cleanup.callback(store.close)
-        check_bundles(resolved, store)
+        if misfits := list(find_bundle_misfits(resolved, store.manifest.bundle)):
+            raise UserError(locate_findings(misfits, resolved.path), exit_code=2)
         return StoreTexts(resolved, read_tokenizer(store.tokenizer_path), store)
 
     def allow_observing(self) -> None:
@@ -387,10 +388,3 @@ def load_gates(
             if request.gate_biases is not None:
                 request.gate_biases[layer][rows] = slice_bias(piece, layout, 0)
         progress("loading gates", (layer + 1) / len(cache.hot_slots))
-
-
-def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
-    """UserError P520 if the store's bundles do not lie as the plan says."""
-    found = list(find_bundle_misfits(resolved, store.manifest.bundle))
-    if found:
-        raise UserError(locate_findings(found, resolved.path), exit_code=2)
