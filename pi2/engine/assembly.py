@@ -145,7 +145,6 @@ class LayersOpening(Opening):
         parts = self.finish(
             model,
             _describe_build(resolved, request, cache),
-            chunks=request.chunks,
             loan=make_loan(resolved, cache, budget),
             account=Account(resolved, self.verdict),
             reader=reader,

@@ -16,7 +16,7 @@ from pi2.backends.units import WholeRequest
 from pi2.diagnostics import UserError
 from pi2.engine.accounts import Account, WholeAccount
 from pi2.engine.layer_model import LayerModel, refuse_layers
-from pi2.engine.sequences import Sequences, make_sequences
+from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.fitting import find_backend, find_whole_backend
 from pi2.fitting.misfits import check_fit
@@ -210,13 +210,11 @@ class Opening(ABC):
         model: SequenceModel,
         report: Mapping[str, object],
         *,
-        chunks: int = 1,
         loan: ContextLoan | None = None,
         **parts: Any,
     ) -> Parts:
-        """The parts with ``model``; ``report``: what the log says of it; ``chunks`` of a prompt go
-        through a layer one after the other."""
-        resolved = self.resolved
+        """The parts with ``model``; ``report``: what the log says of it."""
+        resolved, plan = self.resolved, self.resolved.plan
         get_logger(plan_digest=resolved.digest[:12]).info(
             "model loaded", plan=str(resolved.path), **report
         )
@@ -224,7 +222,14 @@ class Opening(ABC):
             resolved=resolved,
             texts=self.texts,
             budget=self.budget,
-            forward=make_sequences(model, resolved, chunks=chunks, loan=loan),
+            forward=Sequences(
+                model,
+                context=plan.kv.context,
+                sequences=plan.decode.batch,
+                piece=plan.prefill.chunk * resolved.chunks,
+                loan=loan,
+                has_states=bool(resolved.model.state_layers),
+            ),
             draft=self._draft,
             load_s=time.perf_counter() - self.wish.start,
             pool=self.wish.pool,

@@ -16,7 +16,6 @@ from pi2.plan.weights.layout import round_up
 if TYPE_CHECKING:
     from pi2.backends.units import SequenceModel
     from pi2.memory.arena import ContextLoan
-    from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
 COPIED_TOKENS = 16 * CONTEXT_BLOCK
@@ -351,22 +350,3 @@ def read_rows(
         if all_rows or first == count:
             parts.append((rows if all_rows else rows[-1:]).copy())
     return parts
-
-
-def make_sequences(
-    model: SequenceModel,
-    resolved: ResolvedPlan,
-    *,
-    chunks: int = 1,
-    loan: ContextLoan | None = None,
-) -> Sequences:
-    """The sequences of a plan; ``chunks`` of a prompt go through a layer one after the other."""
-    plan = resolved.plan
-    return Sequences(
-        model,
-        context=plan.kv.context,
-        sequences=plan.decode.batch,
-        piece=plan.prefill.chunk * chunks,
-        loan=loan,
-        has_states=bool(resolved.model.state_layers),
-    )

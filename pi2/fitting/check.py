@@ -153,21 +153,19 @@ def check_plan(
     thresholds: GivenThresholds = None,
     drafts: bool = True,
     fill: FillPlan | None = None,
-    values: Mapping[str, Any] | None = None,
     root: Path | None = None,
 ) -> Report:
     """Read, resolve and validate a plan with its device and model. ``thresholds`` replace the
-    plan's; without ``drafts`` a draft plan is not read; ``fill`` completes plans of GGUF files;
-    ``values`` stand for a file that is no plan, by default what ``fill`` says of it; ``root``:
-    folder of the document that the user named, if it is another one."""
+    plan's; without ``drafts`` a draft plan is not read; ``fill`` completes plans of GGUF files,
+    and says which plan such a file stands for; ``root``: folder of the document that the user
+    named, if it is another one."""
     root = path.parent if root is None else root
     check = Inspection(resolver, reuse, fill, root)
     if overrides:
         check.override(overrides)
     shown = name or str(path)
     located = Located(path=path, file_name=path.name, name=shown, reference=reference)
-    if values is None and fill is not None:
-        values = fill.describe(path)
+    values = None if fill is None else fill.describe(path)
     if values is None:
         check.read(located, "plan", text)
     else:
