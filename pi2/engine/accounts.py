@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,6 @@ class TokenBytes:
 def count_token_bytes(
     resolved: ResolvedPlan,
     *,
-    ranks: Sequence[int] | None,
     active: float | None,
     position: float,
     shared: float = 1.0,
@@ -58,6 +57,7 @@ def count_token_bytes(
     if active is None and not dense:
         return None
     shape, bundle = model.shape, resolved.bundle
+    ranks = None if model.predictor is None else [model.predictor.rank] * shape.layers
     sizes = {tensor.name: size_tensor(tensor) for tensor in list_tensors(model, ranks)}
     embedding = sizes.pop(EMBEDDING)
     row = embedding / shape.vocab
@@ -191,15 +191,8 @@ class Account:
         """Bytes that a token touches, see `count_token_bytes`; None in a dry run."""
         if not self.is_timed:
             return None
-        predictor, layers = self._resolved.model.predictor, self._resolved.model.shape.layers
-        ranks = None if predictor is None else [predictor.rank] * layers
         return count_token_bytes(
-            self._resolved,
-            ranks=ranks,
-            active=active,
-            position=position,
-            shared=shared,
-            sequences=sequences,
+            self._resolved, active=active, position=position, shared=shared, sequences=sequences
         )
 
     def list_weights(self, run: Mapping[str, Any], *, whole: bool) -> list[str]:

@@ -164,7 +164,11 @@ def read_chat_template(
 def list_chat_tokens(folder: Path, tokenizer: Coder, settings: TokenizerSettings) -> dict[str, str]:
     """Texts of special tokens that a chat template may name; UserError P608."""
     config = _read_config(folder / TOKENIZER_CONFIG)
-    tokens = _list_special_tokens(config)
+    tokens = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            tokens[key] = text
     for key, token in (("bos_token", settings.bos), ("eos_token", next(iter(settings.eos), None))):
         text = None if token is None or key in config else tokenizer.id_to_token(token)
         if text is not None:
@@ -198,16 +202,6 @@ def _read_config(file: Path) -> dict[str, Any]:
             help="copy it from the checkpoint again",
         )
     return values
-
-
-def _list_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the tokens that the configuration names; one may be a table with its text."""
-    tokens = {}
-    for key, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            tokens[key] = text
-    return tokens
 
 
 class ModelTexts:

@@ -87,11 +87,6 @@ class Sequences:
         """Sum over all tokens of steps: the tokens that each attended to."""
         self.steps = 0
 
-    @property
-    def position(self) -> int:
-        """Tokens of the first sequence that are in the KV cache."""
-        return self.positions[0]
-
     def reset(self, sequence: int = 0) -> None:
         """Begin a new sequence in the place of another."""
         self.model.abandon()
@@ -118,13 +113,9 @@ class Sequences:
         for sequence in range(len(self.positions)):
             self.reset(sequence)
 
-    def read_head_input(self, first: int) -> F32:
-        """What the head reads of the last piece's tokens from ``first`` on [n, hidden]."""
-        return self.model.read_head_input(first)
-
     def read_inputs(self, count: int) -> F32:
         """What the head reads of the ``count`` tokens of the last piece or step [count, hidden]."""
-        return np.concatenate(read_rows(self.read_head_input, count, True, None))
+        return np.concatenate(read_rows(self.model.read_head_input, count, True, None))
 
     def _join(self, count: int) -> None:
         """Join embeddings of ``count`` tokens with what an MTP head is given."""
@@ -137,10 +128,6 @@ class Sequences:
         inputs = self.read_inputs(len(tokens))
         for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
             self.watch(sequence, position, tokens[row : row + 1], inputs[row : row + 1])
-
-    def expect(self, end: int) -> None:
-        """Prepare for calls that bring a sequence to ``end`` tokens."""
-        self.model.expect(end)
 
     def prefill(
         self,
@@ -160,7 +147,7 @@ class Sequences:
 
     def read_hidden(self, tokens: I32, *, end: int = 0, sequence: int = 0) -> F32:
         """Process ``tokens`` as `prefill` does; the head's inputs [tokens, hidden], zero-padded."""
-        read = self.read_head_input
+        read = self.model.read_head_input
         return self._run_prompt(tokens, read, True, None, lambda share: None, end, sequence)
 
     def _run_prompt(
@@ -175,7 +162,7 @@ class Sequences:
     ) -> F32:
         """What ``read`` gives of a piece's tokens from a first one on: of all, or of the last."""
         parts: list[F32] = []
-        self.expect(max(end, self.positions[sequence] + len(tokens)))
+        self.model.expect(max(end, self.positions[sequence] + len(tokens)))
         for start in range(0, len(tokens), self._piece):
             piece = tokens[start : start + self._piece]
             self._check_room(sequence, len(piece))
@@ -216,7 +203,7 @@ class Sequences:
 
     def _step(self, tokens: I32, sequences: Sequence[int]) -> F32:
         positions = self._find_positions(sequences)
-        self.expect(max(positions) + 1)
+        self.model.expect(max(positions) + 1)
         try:
             if self.given is not None:
                 self._join(len(tokens))
