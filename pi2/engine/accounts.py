@@ -181,7 +181,7 @@ class Account:
             + (
                 ""
                 if hits is None
-                else f" · cache hits {_percent(hits)} of the {self.counted} needed"
+                else f" · cache hits {write_percent(hits)} of the {self.counted} needed"
             )
         ]
 
@@ -200,9 +200,9 @@ class Account:
         return [f"neurons: {self._describe_neurons(run)}"] if whole else []
 
     def _describe_neurons(self, run: Mapping[str, Any]) -> str:
-        computed = f"{_percent(run['predicted_share'])} computed"
+        computed = f"{write_percent(run['predicted_share'])} computed"
         if self._plan.decode.predictor != "none":
-            return f"{computed}, {_percent(run['active_share'])} active"
+            return f"{computed}, {write_percent(run['active_share'])} active"
         layers = self._resolved.layers
         count = self._resolved.model.layer_neurons * len(layers)
         hot = sum(layer.hot_neurons for layer in layers) / count
@@ -270,7 +270,7 @@ class WholeAccount(Account):
         return []
 
     def _describe_neurons(self, run: Mapping[str, Any]) -> str:
-        computed = f"{_percent(run['predicted_share'])} computed"
+        computed = f"{write_percent(run['predicted_share'])} computed"
         return f"{computed}, all of the model on {self._name_unit()}"
 
     def _name_unit(self) -> str:
@@ -282,5 +282,5 @@ def name_unit(name: str, *, emulated: bool) -> str:
     return f"{name} (emulated)" if emulated else name
 
 
-def _percent(value: float | None) -> str:
+def write_percent(value: float | None) -> str:
     return "all" if value is None else f"{value:.1%}"

@@ -74,7 +74,6 @@ class LoadedModel:
             speculation=make_speculation(parts),
             count_reads=parts.count_reads,
         )
-        self._watch: MemoryWatch | None = None
         self._driver: Driver | None = None
         self._starting = Lock()
 
@@ -186,7 +185,7 @@ class LoadedModel:
 
     def watch_memory(self, watch: MemoryWatch) -> None:
         """Let ``watch`` end work that makes no progress, until the model is closed."""
-        self._watch = self._scheduler.watch = watch
+        self._scheduler.watch = watch
         pool, resident = self._parts.pool, self._parts.resident
 
         def protect() -> UserError | None:
@@ -198,8 +197,9 @@ class LoadedModel:
     def find_change(self) -> UserError | None:
         """Why the model cannot go on: a file that it reads was cut or changed, its disk failed, or
         memory is short; None if it can."""
-        if self._watch is not None and self._watch.error is not None:
-            return self._watch.error
+        watch = self._scheduler.watch
+        if watch is not None and watch.error is not None:
+            return watch.error
         try:
             self._parts.check()
         except UserError as error:
@@ -391,11 +391,8 @@ class LoadedModel:
 
     def release_parts(self) -> None:
         """Give back what computes; `take_parts` follows at once."""
-        if self._watch is not None:
-            self._watch.close()
-        with self._parts.release:
-            self._parts.model.abandon()
-        self._watch = self._scheduler.watch = None
+        self._end_parts()
+        self._scheduler.watch = None
         for parts in (self._parts, self._parts.draft):
             if parts is not None:
                 # Resident matrices are the pool's, which others may use.
@@ -406,7 +403,6 @@ class LoadedModel:
         other.texts.go_on_with(self.texts)
         self._parts = other._parts
         self.__dict__.pop("memory_bytes_s", None)
-        self._watch = other._watch
         self.origin, self._pressure = other.origin, other._pressure
         self._scheduler.take_forward(other._scheduler)
 
@@ -509,8 +505,11 @@ class LoadedModel:
         if self._driver is not None:
             self._driver.end()
         self.texts.close()
-        if self._watch is not None:
-            self._watch.close()
+        self._end_parts()
+
+    def _end_parts(self) -> None:
+        if self._scheduler.watch is not None:
+            self._scheduler.watch.close()
         with self._parts.release:
             self._parts.model.abandon()
 
