@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pi2.caches import is_gguf
 from pi2.diagnostics import UserError
 from pi2.found_models import find_found, list_found
+from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import list_shipped
 from pi2.plan.toml.source import Kind
 from pi2.progress import Progress, ignore_progress
@@ -150,17 +151,17 @@ def load(
     executor. ``thresholds`` replace the plan's; ``"none"`` states that there are none yet. Raises
     `UserError` with all findings."""
     from pi2 import orchestrator
+    from pi2.refit import read_plan
 
     plan, files = Path(path), FileFiller()
     if not plan.name.endswith(".plan.toml") and not files.runs_as_it_is(plan):
         plan = find_plan(plan, files=files, progress=progress or ignore_progress)
-    return orchestrator.load(
+    fitted = read_plan(
         plan,
-        set=set,
+        overrides=set,
+        memory_bytes=None if memory is None else parse_size(memory),
         locked=locked,
-        memory=memory,
-        progress=progress,
-        make_observer=make_observer,
         thresholds=thresholds,
         files=files,
     )
+    return orchestrator.load(fitted, progress=progress, make_observer=make_observer)

@@ -42,36 +42,25 @@ if TYPE_CHECKING:
     from pi2.plan.arithmetic.resolved import ResolvedPlan
     from pi2.plan.reading.thresholds import GivenThresholds
     from pi2.refit import FittedPlan
-    from pi2.weights.file_reading import FileFiller
 
 
 def load(
     path: str | Path | FittedPlan,
     *,
     set: Mapping[str, object] | None = None,
-    locked: bool = False,
-    memory: str | None = None,
     progress: Progress | None = None,
     make_observer: MakeObserver | None = None,
     thresholds: GivenThresholds = None,
-    files: FileFiller | None = None,
     pool: MatrixPool | None = None,
 ) -> LoadedModel:
-    """Load the model of the plan at ``path``, or of one that was read; ``files`` are open GGUF
-    files, and ``pool`` has the matrices of other models.  The rest is `pi2.load`'s."""
+    """Load the model of the plan at ``path``, or of one that was read; ``pool`` has the matrices of
+    other models.  The rest is `pi2.load`'s."""
     # A bundle has none of it: its plan was resolved where it was built.
     from pi2.refit import read_plan
 
     start = time.perf_counter()
     if isinstance(path, str | Path):
-        found = read_plan(
-            Path(path),
-            overrides=set,
-            memory_bytes=None if memory is None else parse_size(memory),
-            locked=locked,
-            thresholds=thresholds,
-            files=files,
-        )
+        found = read_plan(Path(path), overrides=set, thresholds=thresholds)
     else:
         found = path
     if found.resolved.model.is_mtp:
