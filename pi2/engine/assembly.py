@@ -21,7 +21,7 @@ from pi2.engine.accounts import Account
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
-from pi2.engine.layer_model import LayerModel
+from pi2.engine.layer_model import LayerModel, refuse_layers
 from pi2.engine.loading import WEIGHTS, load_gates, read_neurons
 from pi2.engine.opening import Opening, Parts
 from pi2.fitting import (
@@ -64,8 +64,8 @@ class LayersOpening(Opening):
             raise refuse_mixture(resolved)
         self.weights = WEIGHTS[self.verdict](resolved, self.cleanup)
         self.texts = self.weights.texts
-        if self._alone:
-            self.weights.allow_observing()
+        if self._alone and self.verdict == "dry run":
+            refuse_layers()
         request = make_request(resolved, self.machine, self.weights.tensors)
         self.request = replace(request, progress=progress)
         check_backends(resolved, self.request)

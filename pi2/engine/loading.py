@@ -16,7 +16,6 @@ from pi2.arrays import I32, U8, Scales
 from pi2.backends.protocol import BuildRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
-from pi2.engine.layer_model import refuse_layers
 from pi2.engine.model_texts import DryTexts, ModelTexts, StoreTexts
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
@@ -80,9 +79,6 @@ class StoreWeights:
         if misfits := list(find_bundle_misfits(resolved, store.manifest.bundle)):
             raise UserError(locate_findings(misfits, resolved.path), exit_code=2)
         return StoreTexts(resolved, read_tokenizer(store.tokenizer_path), store)
-
-    def allow_observing(self) -> None:
-        """UserError P662 if neurons are not computed."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -272,9 +268,6 @@ class AbsentWeights(StoreWeights):
 
     def _open(self) -> ModelTexts:
         return DryTexts()
-
-    def allow_observing(self) -> None:
-        refuse_layers()
 
     def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
         return lambda: None

@@ -21,7 +21,6 @@ from pi2.engine.opening import Parts
 from pi2.engine.sequences import Sequences
 from pi2.logging import get_logger
 from pi2.model.blocks import list_turns
-from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
 
 _MAGIC = b"pi2kept3"
@@ -395,12 +394,6 @@ def _count_common(first: list[int], second: list[int]) -> int:
     return next(number for number in range(most) if first[number] != second[number])
 
 
-def _list_long(model: Model, end: int) -> bytes:
-    """Whether a prompt of ``end`` tokens is long, for each LongRoPE: all keys of a long prompt turn
-    in another way."""
-    return bytes(rope.is_long(end) for rope, _ in list_turns(model) if rope.kind == "longrope")
-
-
 def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     """The prefixes of a plan's ``[serve]``; None if nothing is to be kept, or nothing can be: a GPU
     with the whole model does not give its KV cache out."""
@@ -414,6 +407,7 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
         size *= resolved.chunks
     identity = hashlib.sha256(resolved.digest.encode())
     identity.update(weights)
+    ropes = [rope for rope, _ in list_turns(resolved.model) if rope.kind == "longrope"]
     files = None
     if plan.serve.prefix_cache is not None:
         folder = find_cache_folder("prefixes") / identity.hexdigest()[:32]
@@ -421,7 +415,8 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     return KeptPrefixes(
         parts.forward,
         block=math.lcm(size, CONTEXT_BLOCK),
-        identify=lambda end: identity.digest() + _list_long(resolved.model, end),
+        # All keys of a prompt that is long for LongRoPE turn in another way.
+        identify=lambda end: identity.digest() + bytes(rope.is_long(end) for rope in ropes),
         goes_on_from_answers=plan.serve.prefixes == "answers",
         has_states=bool(resolved.model.state_layers),
         files=files,

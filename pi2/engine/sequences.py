@@ -89,25 +89,22 @@ class Sequences:
 
     def reset(self, sequence: int = 0) -> None:
         """Begin a new sequence in the place of another."""
-        self.model.abandon()
-        self.positions[sequence] = self.earliest[sequence] = 0
-        self._marks.pop(sequence, None)
-        self._interrupted.discard(sequence)
-        if self._loan is not None and not any(self.positions):
-            self._touched = [0] * len(self.positions)
-            self._loan.begin()
+        self.go_on_from(sequence, 0)
 
     def go_on_from(self, sequence: int, position: int) -> None:
         """Continue a sequence after its first ``position`` tokens, which its KV cache has."""
-        if position == 0:
-            self.reset(sequence)
-            return
         self.model.abandon()
         self.positions[sequence] = 0
         self._marks.pop(sequence, None)
         self._interrupted.discard(sequence)
-        self._check_room(sequence, position)
-        self.positions[sequence] = position
+        if position:
+            self._check_room(sequence, position)
+            self.positions[sequence] = position
+            return
+        self.earliest[sequence] = 0
+        if self._loan is not None and not any(self.positions):
+            self._touched = [0] * len(self.positions)
+            self._loan.begin()
 
     def reset_all(self) -> None:
         for sequence in range(len(self.positions)):

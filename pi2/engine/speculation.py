@@ -414,21 +414,23 @@ class Speculation:
 
 def make_speculation(parts: Parts) -> Speculation | None:
     """Make what drafts tokens; None if the plan wants none, or states cannot be copied."""
-    plan, forward = parts.resolved.plan, parts.forward
+    plan, forward, draft = parts.resolved.plan, parts.forward, parts.draft
     settings = plan.decode.speculation
     if settings is None or parts.account.step_bytes is None:
         return None
-    count = parts.count_touched
-    drafter: Drafter = PromptLookup(settings.match)
     if parts.resolved.model.state_layers and forward.program is None:
         return None
+    count = parts.count_touched
+    drafter: Drafter
     if settings.drafts == "resident":
         drafter = ResidentDrafts(forward, parts.feed_forward)
-    if settings.drafts in ("plan", "mtp"):
-        if parts.draft is None or parts.draft.account.step_bytes is None:
+    elif settings.drafts == "prompt":
+        drafter = PromptLookup(settings.match)
+    else:
+        if draft is None or draft.account.step_bytes is None:
             return None
-        drafter = _follow_plan(parts, parts.draft)
-        count = partial(_add_counts, count, parts.draft.count_touched)
+        drafter = _follow_plan(parts, draft)
+        count = partial(_add_counts, count, draft.count_touched)
     return Speculation(
         drafter,
         tokens=settings.tokens,
