@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Generic, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -25,7 +17,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
 from pi2.engine.opening import Parts
 from pi2.engine.scheduler import Scheduler
-from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
+from pi2.engine.statistics import Rounds, RunStatistics, divide
 
 
 def read_prompt(file: Path | None) -> str:
@@ -287,41 +279,6 @@ def embed_tokens(
             total = total + hidden.sum(axis=0) if pooling == "mean" else hidden[-1]
     length = float(np.linalg.norm(total))
     return (total / length if length else total).astype(np.float32)
-
-
-def count_run(parts: Parts, scheduler: Scheduler) -> RunStatistics:
-    """Counters since loading."""
-    rounds, speculation = scheduler.rounds, scheduler.speculation
-    read_bytes, waited_s = parts.count_reads()
-    work: Mapping[str, Any] = parts.model.count_work()
-    return RunStatistics(
-        flash_read_bytes=read_bytes,
-        waited_s=waited_s,
-        prefill_s=rounds.prefill_s,
-        steps_s=rounds.whole.seconds,
-        steps_waited_s=rounds.whole.waited_s,
-        steps_read_bytes=rounds.whole.read_bytes,
-        step_bytes=0 if parts.account.step_bytes is None else parts.count_touched().memory,
-        speculation=SpeculationCounters() if speculation is None else speculation.counters,
-        **work,
-    )
-
-
-def describe_unit_counters(parts: Parts) -> tuple[UnitUse, ...]:
-    """The work of each unit but the sparse one since loading."""
-    resolved = parts.resolved
-    return tuple(
-        UnitUse(
-            name=unit.name,
-            owned_share=resolved.find_owned_share(unit.name),
-            computed_neurons=unit.computed,
-            busy_s=unit.unit.busy_s,
-            lost=unit.lost,
-            padding=None if unit.unit.padding is None else unit.unit.padding.share,
-            emulated=bool(resolved.device.units[unit.name].emulated),
-        )
-        for unit in parts.units.values()
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

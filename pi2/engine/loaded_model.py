@@ -20,18 +20,16 @@ from pi2.engine.generation import (
     BatchGeneration,
     Driver,
     Generation,
-    count_run,
     embed_tokens,
     iterate_logits,
     stream_pieces,
 )
-from pi2.engine.generation import describe_unit_counters as describe_units
 from pi2.engine.opening import Parts
 from pi2.engine.prefixes import make_kept_prefixes
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.speculation import make_speculation
-from pi2.engine.statistics import RunStatistics, UnitUse
+from pi2.engine.statistics import RunStatistics, SpeculationCounters, UnitUse
 from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, SegmentUse, read_pressure
 from pi2.memory.matrix_pool import MatrixPool
@@ -176,7 +174,19 @@ class LoadedModel:
     @property
     def units(self) -> tuple[UnitUse, ...]:
         """The work of each unit but the sparse one since loading."""
-        return describe_units(self._parts)
+        resolved = self.plan
+        return tuple(
+            UnitUse(
+                name=unit.name,
+                owned_share=resolved.find_owned_share(unit.name),
+                computed_neurons=unit.computed,
+                busy_s=unit.unit.busy_s,
+                lost=unit.lost,
+                padding=None if unit.unit.padding is None else unit.unit.padding.share,
+                emulated=bool(resolved.device.units[unit.name].emulated),
+            )
+            for unit in self._parts.units.values()
+        )
 
     @property
     def lost_units(self) -> Mapping[str, str]:
@@ -209,7 +219,24 @@ class LoadedModel:
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
-        return count_run(self._parts, self._scheduler)
+        parts, rounds, speculation = (
+            self._parts,
+            self._scheduler.rounds,
+            self._scheduler.speculation,
+        )
+        whole, (read_bytes, waited_s) = rounds.whole, parts.count_reads()
+        work: Mapping[str, Any] = parts.model.count_work()
+        return RunStatistics(
+            flash_read_bytes=read_bytes,
+            waited_s=waited_s,
+            prefill_s=rounds.prefill_s,
+            steps_s=whole.seconds,
+            steps_waited_s=whole.waited_s,
+            steps_read_bytes=whole.read_bytes,
+            step_bytes=0 if parts.account.step_bytes is None else parts.count_touched().memory,
+            speculation=SpeculationCounters() if speculation is None else speculation.counters,
+            **work,
+        )
 
     def encode(self, prompt: str, *, whole: bool = False) -> list[int]:
         """Token ids of ``prompt``, with the begin token where the model wants one; of a ``whole``
