@@ -174,19 +174,7 @@ class LoadedModel:
     @property
     def units(self) -> tuple[UnitUse, ...]:
         """The work of each unit but the sparse one since loading."""
-        resolved = self.plan
-        return tuple(
-            UnitUse(
-                name=unit.name,
-                owned_share=resolved.find_owned_share(unit.name),
-                computed_neurons=unit.computed,
-                busy_s=unit.unit.busy_s,
-                lost=unit.lost,
-                padding=None if unit.unit.padding is None else unit.unit.padding.share,
-                emulated=bool(resolved.device.units[unit.name].emulated),
-            )
-            for unit in self._parts.units.values()
-        )
+        return self._parts.list_units()
 
     @property
     def lost_units(self) -> Mapping[str, str]:
@@ -219,11 +207,8 @@ class LoadedModel:
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
-        parts, rounds, speculation = (
-            self._parts,
-            self._scheduler.rounds,
-            self._scheduler.speculation,
-        )
+        parts, scheduler = self._parts, self._scheduler
+        rounds, speculation = scheduler.rounds, scheduler.speculation
         whole, (read_bytes, waited_s) = rounds.whole, parts.count_reads()
         work: Mapping[str, Any] = parts.model.count_work()
         return RunStatistics(

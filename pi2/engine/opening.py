@@ -17,7 +17,7 @@ from pi2.diagnostics import UserError
 from pi2.engine.accounts import Account, WholeAccount
 from pi2.engine.layer_model import LayerModel, refuse_layers
 from pi2.engine.sequences import Sequences
-from pi2.engine.statistics import read_peak_rss_bytes
+from pi2.engine.statistics import UnitUse, read_peak_rss_bytes
 from pi2.fitting import find_backend, find_whole_backend
 from pi2.fitting.misfits import check_fit
 from pi2.fitting.sources import WholeSource
@@ -141,6 +141,22 @@ class Parts:
     def count_reads(self) -> tuple[int, float]:
         """Bytes of neurons and streamed weights read so far, and seconds that computing waited."""
         return self.reader.read_bytes, self.model.waited_s
+
+    def list_units(self) -> tuple[UnitUse, ...]:
+        """The work of each unit but the sparse one since loading."""
+        resolved = self.resolved
+        return tuple(
+            UnitUse(
+                name=unit.name,
+                owned_share=resolved.find_owned_share(unit.name),
+                computed_neurons=unit.computed,
+                busy_s=unit.unit.busy_s,
+                lost=unit.lost,
+                padding=None if unit.unit.padding is None else unit.unit.padding.share,
+                emulated=bool(resolved.device.units[unit.name].emulated),
+            )
+            for unit in self.units.values()
+        )
 
     @property
     def model(self) -> SequenceModel:
