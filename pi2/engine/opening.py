@@ -214,11 +214,10 @@ class Opening(ABC):
     def build(self) -> Parts:
         """Read the weights, and build what computes them; `finish` makes the parts of it."""
 
-    def load(self, release: ExitStack, shared: Mapping[str, U8] = MappingProxyType({})) -> Parts:
-        """``shared``: matrices that an MTP head finds in its model's memory; ``release`` will give
-        everything back."""
-        placed, self._release = self.place(shared), release
-        self._draft = None if self.draft is None else self.draft.load(ExitStack(), placed)
+    def load(self, shared: Mapping[str, U8] = MappingProxyType({})) -> Parts:
+        """``shared``: matrices that an MTP head finds in its model's memory."""
+        placed = self.place(shared)
+        self._draft = None if self.draft is None else self.draft.load(placed)
         return self.build()
 
     def finish(
@@ -249,7 +248,7 @@ class Opening(ABC):
             draft=self._draft,
             load_s=time.perf_counter() - self.wish.start,
             pool=self.wish.pool,
-            release=self._release,
+            release=ExitStack(),
             **parts,
         )
 
@@ -317,7 +316,7 @@ def load_parts(resolved: ResolvedPlan, wish: Wish) -> Parts:
     """Load a plan's model."""
     with ExitStack() as cleanup:
         opened = open_source(resolved, wish, cleanup)
-        parts = opened.load(ExitStack())
+        parts = opened.load()
         parts.release.enter_context(cleanup.pop_all())
     return parts
 
