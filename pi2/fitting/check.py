@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
@@ -129,8 +128,7 @@ def _report_suffix(path: Path, name: str) -> Iterator[Diagnostic]:
         )
         return
     source = read_source(path, name)
-    unread = isinstance(source, list) and source[0].code in CANNOT_READ
-    if unread and isinstance(source, list):
+    if isinstance(source, list) and source[0].code in CANNOT_READ:
         yield from source
         return
     yield Diagnostic(
@@ -184,8 +182,9 @@ def check_plan(
     resolved = _resolve(check, thresholds)
     draft = check.locate_draft() if drafts else None
     if draft is not None:
-        more: dict[str, Any] = {"drafts": False, "fill": fill, "root": root}
-        report = check_plan(draft.path, name=draft.name, resolver=resolver, **more)
+        report = check_plan(
+            draft.path, name=draft.name, resolver=resolver, drafts=False, fill=fill, root=root
+        )
         check.add_draft(report.diagnostics, report.sources)
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)
