@@ -104,15 +104,16 @@ class Session:
         ticket = Ticket(request)
         before, start = model.stats.flash_read_bytes, time.perf_counter()
         first_s, said = None, ""
-        try:
+
+        def read() -> Iterator[Fragment | ToolCall]:
+            nonlocal first_s
             for piece in self._generate(ticket):
-                if first_s is None:
-                    first_s = time.perf_counter() - start
-                for item in reader.push(piece):
-                    assert not isinstance(item, ToolCall)
-                    said += item.text if item.part == "content" else ""
-                    yield item
-            for item in reader.flush():
+                first_s = first_s or time.perf_counter() - start
+                yield from reader.push(piece)
+            yield from reader.flush()
+
+        try:
+            for item in read():
                 assert not isinstance(item, ToolCall)
                 said += item.text if item.part == "content" else ""
                 yield item

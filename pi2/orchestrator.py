@@ -27,7 +27,6 @@ from pi2.fitting import find_backend
 from pi2.logging import get_logger
 from pi2.machine.memory import count_own_bytes, detect_memory
 from pi2.memory.matrix_pool import MatrixPool
-from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     format_bytes,
@@ -49,11 +48,10 @@ def load(
     path: str | Path | FittedPlan,
     *,
     set: Mapping[str, object] | None = None,
-    pool: MatrixPool | None = None,
-    memory: str | None = None,
     progress: Progress | None = None,
     make_observer: MakeObserver | None = None,
     thresholds: GivenThresholds = None,
+    pool: MatrixPool | None = None,
 ) -> LoadedModel:
     """Load the model of the plan at ``path``, or of one that was read; ``pool`` has the matrices of
     other models.  The rest is `pi2.load`'s."""
@@ -62,12 +60,7 @@ def load(
 
     start = time.perf_counter()
     if isinstance(path, str | Path):
-        found = read_plan(
-            Path(path),
-            overrides=set,
-            memory_bytes=None if memory is None else parse_size(memory),
-            thresholds=thresholds,
-        )
+        found = read_plan(Path(path), overrides=set, thresholds=thresholds)
     else:
         found = path
     if found.resolved.model.is_mtp:
@@ -80,23 +73,19 @@ def load(
         )
     if found.changes:
         get_logger().info("plan fitted", changes=found.changes)
-    report = progress or ignore_progress
-    model = build(
-        found.resolved, progress=report, start=start, make_observer=make_observer, pool=pool
+    wish = Wish(
+        progress=progress or ignore_progress,
+        start=start,
+        pool=pool or MatrixPool(),
+        make_observer=make_observer,
     )
+    model = build(found.resolved, wish)
     model.changes, model.origin = found.changes, found.origin
     return model
 
 
 @pause_collection()
-def build(
-    resolved: ResolvedPlan,
-    *,
-    progress: Progress,
-    start: float,
-    make_observer: MakeObserver | None = None,
-    pool: MatrixPool | None = None,
-) -> LoadedModel:
+def build(resolved: ResolvedPlan, wish: Wish) -> LoadedModel:
     """Instantiate what ``resolved`` names, and watch that memory is enough for progress, now and
     while the model runs: UserError P696."""
     name = resolved.name_backend(resolved.sparse_unit)
@@ -107,9 +96,6 @@ def build(
             " needs",
             help="`pi2 run PLAN --prompt TEXT` works with it; else name another backend",
         )
-    wish = Wish(
-        progress=progress, start=start, pool=pool or MatrixPool(), make_observer=make_observer
-    )
     # A watch is a compiled function, as kernels are.
     if not find_backend(name).NATIVE:
         return LoadedModel(load_parts(resolved, wish))
@@ -117,7 +103,7 @@ def build(
 
     def report(label: str, share: float) -> None:
         watch.check()
-        progress(label, share)
+        wish.progress(label, share)
 
     try:
         with watch.work():

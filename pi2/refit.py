@@ -3,7 +3,7 @@
 If not all neurons fit, the embedding and the unused part of the context make room for them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -52,8 +52,6 @@ class FittedPlan:
     """Values to load the plan with, by key: the given ones, and the ones that follow from them."""
     changes: tuple[str, ...] = ()
     """The values that followed, in words, one line each."""
-    fitted: Mapping[str, object] = field(default_factory=dict)
-    """The overrides that followed."""
 
     @property
     def origin(self) -> tuple[Path, dict[str, object]]:
@@ -106,7 +104,8 @@ def read_plan(
         if report.runs_file or report.is_sound or report.candidate is None:
             after, changes = report.resolved, []
             if before is not None and after is not None and not report.runs_file:
-                changes = [text for _, _, text in _compare(before.plan, after.plan)]
+                changed = _compare(before.plan, after.plan)
+                changes = [text for key, _, text in changed if key.startswith("memory.")]
             return FittedPlan(report=report, overrides=given, changes=tuple(changes))
     errors = _list_errors(report)
     changes = []
@@ -141,18 +140,41 @@ def read_plan(
         fitted |= refit.overrides
         changes += refit.changes
         report = check(overrides={**given, **fitted})
-    return FittedPlan(
-        report=report, overrides={**given, **fitted}, changes=tuple(changes), fitted=fitted
-    )
+    return FittedPlan(report=report, overrides={**given, **fitted}, changes=tuple(changes))
 
 
-def _compare(before: Plan, after: Plan) -> Iterator[tuple[str, int, str]]:
-    """Keys of the sizes that are others, the new ones, and both in words."""
-    sizes = _list_sizes(after)
-    for key, size in _list_sizes(before).items():
-        if sizes.get(key, size) != size:
+def _compare(before: Plan, after: Plan) -> Iterator[tuple[str, object, str]]:
+    """Keys of sizes and shares that are others, values to write there, and both in words."""
+    values = _list_values(after)
+    for key, old in _list_values(before).items():
+        new = values.get(key, old)
+        if new == old:
+            continue
+        if isinstance(old, int) and isinstance(new, int):
             name = "budget" if key == "memory.budget" else key.removeprefix("memory.segments.")
-            yield key, sizes[key], f"{name}: {' -> '.join(compare_bytes(size, sizes[key]))}"
+            yield key, format_bytes(new), f"{name}: {' -> '.join(compare_bytes(old, new))}"
+        else:
+            yield key, new, f"{key}: {_write_share(old)} -> {_write_share(new)}"
+
+
+def _list_values(plan: Plan) -> dict[str, int | float | Mapping[str, float]]:
+    """Sizes in bytes, hot shares and splits of a plan, by key."""
+    memory, layers = plan.memory, plan.layers
+    found: dict[str, int | float | Mapping[str, float]] = {"memory.budget": memory.budget}
+    found |= {f"memory.segments.{name}": size for name, size in memory.segments}
+    found |= {f"memory.units.{name}.budget": unit.budget for name, unit in memory.units.items()}
+    found["layers.hot"] = layers.hot
+    for number, override in enumerate(layers.overrides):
+        if override.hot is not None:
+            found[f"layers.overrides.{number}.hot"] = override.hot
+    splits = {".".join(map(str, item.path)): item.split for item in list_placed_splits(plan)}
+    return found | splits
+
+
+def _write_share(share: float | Mapping[str, float]) -> str:
+    if isinstance(share, Mapping):
+        return ", ".join(f"{name} {part:g}" for name, part in share.items())
+    return f"{share:g}"
 
 
 def _leave_out_sizes(report: Report) -> Report:
@@ -218,22 +240,18 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
         if not all(name.startswith("units.") for name in shortage.sizes):
             shortage = Shortage(shortage.sizes, _find_least(resolved, shortage))
         raise explain_shortage("P611", shortage, budget_bytes) from None
-    for key, size, text in _compare(before, fitted.plan):
-        overrides[key] = format_bytes(size)
+    for key, value, text in _compare(before, fitted.plan):
+        overrides[key] = value
         changes.append(text)
-    shares, sizes = _list_shares(fitted.plan), _list_sizes(fitted.plan)
     derived: dict[str, object] = {
         "kv.context": before.kv.context,
         "prefill.chunk": before.prefill.chunk,
-        "layers.hot": shares["layers.hot"],
-        # Of all sizes: what was derived again would not know the others.
-        **{key: format_bytes(size) for key, size in sizes.items() if ".segments." in key},
+        "layers.hot": fitted.plan.layers.hot,
     }
+    # Of all sizes: what was derived again would not know the others.
+    for name, size in fitted.plan.memory.segments:
+        derived[f"memory.segments.{name}"] = format_bytes(size)
     overrides |= {k: v for k, v in derived.items() if tuple(k.split(".")) in resolved.derived}
-    for key, share in _list_shares(before).items():
-        if shares[key] != share:
-            overrides[key] = shares[key]
-            changes.append(f"{key}: {_write_share(share)} -> {_write_share(shares[key])}")
     return Refit(overrides=overrides, changes=tuple(changes))
 
 
@@ -266,29 +284,6 @@ def _save_memory(resolved: ResolvedPlan) -> tuple[ResolvedPlan, list[tuple[str, 
         reason = f"neurons use the free part of the context, {lent} at first"
         found.append(("kv.lend", True, f"false -> true, {reason}"))
     return resolved, found
-
-
-def _list_sizes(plan: Plan) -> dict[str, int]:
-    memory = plan.memory
-    sizes = {f"memory.segments.{name}": size for name, size in memory.segments}
-    units = {f"memory.units.{name}.budget": unit.budget for name, unit in memory.units.items()}
-    return {"memory.budget": memory.budget, **sizes, **units}
-
-
-def _list_shares(plan: Plan) -> dict[str, float | Mapping[str, float]]:
-    layers = plan.layers
-    shares: dict[str, float | Mapping[str, float]] = {"layers.hot": layers.hot}
-    for number, override in enumerate(layers.overrides):
-        if override.hot is not None:
-            shares[f"layers.overrides.{number}.hot"] = override.hot
-    splits = {".".join(map(str, item.path)): item.split for item in list_placed_splits(plan)}
-    return shares | splits
-
-
-def _write_share(share: float | Mapping[str, float]) -> str:
-    if isinstance(share, Mapping):
-        return ", ".join(f"{name} {part:g}" for name, part in share.items())
-    return f"{share:g}"
 
 
 def _find_least(resolved: ResolvedPlan, shortage: Shortage) -> int:

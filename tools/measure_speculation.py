@@ -21,7 +21,6 @@ from typing import Any
 import pi2
 from pi2.arrays import I64
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.parts import StepBytes
 from pi2.engine.speculation import Speculation
 
 KINDS: Mapping[str, Mapping[str, Any] | None] = {
@@ -62,7 +61,7 @@ class Silent:
 def silence(model: LoadedModel) -> None:
     """Let bytes of steps be counted, and nothing be guessed."""
     model.scheduler.speculation = Speculation(
-        Silent(), tokens=4, step_tokens=5, count_bytes=StepBytes(model._parts).count
+        Silent(), tokens=4, step_tokens=5, count_bytes=model._parts.count_touched
     )
 
 

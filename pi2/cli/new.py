@@ -118,7 +118,7 @@ def new_plan(given: NewPlanOptions) -> None:
 
 
 def _convert_modelfile(file: Path, given: NewPlanOptions) -> None:
-    from pi2.engine.text import read_prompt
+    from pi2.engine.generation import read_prompt
     from pi2.found_models import OLLAMA, Modelfile, find_found
 
     found = Modelfile.parse(read_prompt(file), str(file))

@@ -324,7 +324,7 @@ def list_messages(given: PromptOptions) -> list[dict[str, str]]:
 
 def read_prompts(given: PromptOptions) -> list[str]:
     """Return the prompts; UserError P603 or P607 if there is none, or they cannot be read."""
-    from pi2.engine.text import read_prompt
+    from pi2.engine.generation import read_prompt
 
     file = given.list_file
     if bool(given.prompts) + (given.prompt_file is not None) + (file is not None) > 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pi2.engine.statistics import Cause, RunStatistics, split_time
@@ -43,7 +44,6 @@ class TokenBytes:
 def count_token_bytes(
     resolved: ResolvedPlan,
     *,
-    ranks: Sequence[int] | None,
     active: float | None,
     position: float,
     shared: float = 1.0,
@@ -57,6 +57,7 @@ def count_token_bytes(
     if active is None and not dense:
         return None
     shape, bundle = model.shape, resolved.bundle
+    ranks = None if model.predictor is None else [model.predictor.rank] * shape.layers
     sizes = {tensor.name: size_tensor(tensor) for tensor in list_tensors(model, ranks)}
     embedding = sizes.pop(EMBEDDING)
     row = embedding / shape.vocab
@@ -105,24 +106,31 @@ def size_tensor(tensor: DenseTensor) -> int:
 class Account:
     """Of a neuron store that an executor computes layer by layer."""
 
-    is_timed = splits_time = True
-    """Whether times are of computing and reading, and causes of them are known."""
-    remarks: tuple[str, ...] = ()
-    """First lines of reports."""
+    splits_time = True
+    """Whether causes of times are known."""
+    remark = "dry run: nothing was computed or read; the times are pi2's own overhead"
+    """First line of reports of dry runs."""
     counted = "neurons"
     """Contents of the cache."""
     expected: Expected | None = None
     """Measured rates of weights that stream, and the speed to expect; None where none do."""
 
-    def __init__(self, resolved: ResolvedPlan) -> None:
+    def __init__(self, resolved: ResolvedPlan, verdict: Verdict) -> None:
         self._resolved, self._plan = resolved, resolved.plan
+        self.is_timed = verdict == "runs"
+        """Whether something is computed, and times mean something."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """First lines of reports."""
+        return () if self.is_timed else (self.remark,)
 
     def split_time(
         self, statistics: RunStatistics, measure: Callable[[], float | None]
     ) -> dict[Cause, float]:
         """Shares of a run's time by cause, if they are known; ``measure`` gives the memory's
         rate."""
-        if not self.splits_time:
+        if not (self.is_timed and self.splits_time):
             return {}
         disk_bytes_s = find_read_rate(self._resolved.device)
         if self.expected is not None:
@@ -139,12 +147,18 @@ class Account:
         measured = "" if rate is None else f"; memory gives {rate / 1e9:.1f} GB/s"
         return f"{run['bound_by']} ({', '.join(parts)} of the time{measured})"
 
-    @property
+    @cached_property
     def step_bytes(self) -> int | None:
         """Bytes of weights that every step reads, neurons excepted; None if another unit has the
         whole model."""
         token = self.count_token_bytes(0.0, 1, 0.0, 1.0)
-        return None if token is None else int(token.attention + token.head + token.predictor)
+        return 0 if token is None else int(token.attention + token.head + token.predictor)
+
+    @cached_property
+    def context_bytes(self) -> int:
+        """Bytes of the KV cache that a token reads for each token that it attends to."""
+        model = self._resolved.model
+        return model.shape.layers * count_kv_token_bytes(model, self._plan.kv.type)
 
     def find_hit_rate(self, statistics: RunStatistics) -> float | None:
         # Where every neuron is computed, what is not hot streams by, and no cache is asked.
@@ -155,7 +169,7 @@ class Account:
         return []
 
     def list_notes(self) -> list[str]:
-        if self._plan.io.verify == "never":
+        if self.is_timed and self._plan.io.verify == "never":
             return ['note: the data read was not verified: the plan says io.verify = "never"']
         return []
 
@@ -167,23 +181,18 @@ class Account:
             + (
                 ""
                 if hits is None
-                else f" · cache hits {_percent(hits)} of the {self.counted} needed"
+                else f" · cache hits {write_percent(hits)} of the {self.counted} needed"
             )
         ]
 
     def count_token_bytes(
         self, position: float, sequences: int, active: float | None, shared: float
     ) -> TokenBytes | None:
-        """Bytes that a token touches; see `count_token_bytes`."""
-        predictor, layers = self._resolved.model.predictor, self._resolved.model.shape.layers
-        ranks = None if predictor is None else [predictor.rank] * layers
+        """Bytes that a token touches, see `count_token_bytes`; None in a dry run."""
+        if not self.is_timed:
+            return None
         return count_token_bytes(
-            self._resolved,
-            ranks=ranks,
-            active=active,
-            position=position,
-            shared=shared,
-            sequences=sequences,
+            self._resolved, active=active, position=position, shared=shared, sequences=sequences
         )
 
     def list_weights(self, run: Mapping[str, Any], *, whole: bool) -> list[str]:
@@ -191,9 +200,9 @@ class Account:
         return [f"neurons: {self._describe_neurons(run)}"] if whole else []
 
     def _describe_neurons(self, run: Mapping[str, Any]) -> str:
-        computed = f"{_percent(run['predicted_share'])} computed"
+        computed = f"{write_percent(run['predicted_share'])} computed"
         if self._plan.decode.predictor != "none":
-            return f"{computed}, {_percent(run['active_share'])} active"
+            return f"{computed}, {write_percent(run['active_share'])} active"
         layers = self._resolved.layers
         count = self._resolved.model.layer_neurons * len(layers)
         hot = sum(layer.hot_neurons for layer in layers) / count
@@ -205,9 +214,12 @@ class FileAccount(Account):
     """Of a GGUF file."""
 
     counted = "experts"
+    remark = "dry run: weights were read, and nothing was computed"
 
-    def __init__(self, resolved: ResolvedPlan, facts: FileFacts, expected: Expected | None) -> None:
-        super().__init__(resolved)
+    def __init__(
+        self, resolved: ResolvedPlan, verdict: Verdict, facts: FileFacts, expected: Expected | None
+    ) -> None:
+        super().__init__(resolved, verdict)
         self._facts, self.expected = facts, expected
 
     def find_hit_rate(self, statistics: RunStatistics) -> float | None:
@@ -220,6 +232,8 @@ class FileAccount(Account):
     def count_token_bytes(
         self, position: float, sequences: int, active: float | None, shared: float
     ) -> TokenBytes | None:
+        if not self.is_timed:
+            return None
         model = self._resolved.model
         return TokenBytes(
             attention=self._facts.token_bytes / sequences,
@@ -240,11 +254,14 @@ class FileAccount(Account):
 class WholeAccount(Account):
     """Of a unit that has the whole model."""
 
-    step_bytes: int | None = None
     splits_time = False
 
+    @cached_property
+    def step_bytes(self) -> int | None:
+        return None if self.is_timed else 0
+
     def name_bound(self, shares: Mapping[Cause, float]) -> str | None:
-        return self._resolved.sparse_unit
+        return self._resolved.sparse_unit if self.is_timed else None
 
     def describe_bound(self, run: Mapping[str, Any]) -> str:
         return f"{self._name_unit()} (it has all of the model)"
@@ -253,7 +270,7 @@ class WholeAccount(Account):
         return []
 
     def _describe_neurons(self, run: Mapping[str, Any]) -> str:
-        computed = f"{_percent(run['predicted_share'])} computed"
+        computed = f"{write_percent(run['predicted_share'])} computed"
         return f"{computed}, all of the model on {self._name_unit()}"
 
     def _name_unit(self) -> str:
@@ -261,49 +278,9 @@ class WholeAccount(Account):
         return name_unit(unit, emulated=bool(self._resolved.device.units[unit].emulated))
 
 
-class _Dry(Account):
-    is_timed = splits_time = False
-    step_bytes: int | None = 0
-    remarks: tuple[str, ...] = (
-        "dry run: nothing was computed or read; the times are pi2's own overhead",
-    )
-
-    def name_bound(self, shares: Mapping[Cause, float]) -> str | None:
-        return None
-
-    def list_notes(self) -> list[str]:
-        return []
-
-    def count_token_bytes(
-        self, position: float, sequences: int, active: float | None, shared: float
-    ) -> TokenBytes | None:
-        return None
-
-
-class DryAccount(_Dry, Account):
-    """Of a store that is not opened."""
-
-
-class DryWholeAccount(_Dry, WholeAccount):
-    """Of a unit that would have the whole model."""
-
-
-class DryFileAccount(_Dry, FileAccount):
-    """Of a GGUF file that is read, and not computed."""
-
-    remarks = ("dry run: weights were read, and nothing was computed",)
-
-
-ACCOUNTS: Mapping[Verdict, tuple[type[Account], type[WholeAccount], type[FileAccount]]] = {
-    "runs": (Account, WholeAccount, FileAccount),
-    "dry run": (DryAccount, DryWholeAccount, DryFileAccount),
-}
-"""Of a store, of a unit with the whole model, and of a file."""
-
-
 def name_unit(name: str, *, emulated: bool) -> str:
     return f"{name} (emulated)" if emulated else name
 
 
-def _percent(value: float | None) -> str:
+def write_percent(value: float | None) -> str:
     return "all" if value is None else f"{value:.1%}"

@@ -1,4 +1,4 @@
-"""Requests, in line and under way, and the tokens of their answers, one by one."""
+"""Requests, in line and under way, and the tokens and text of their answers, one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 from pi2.arrays import F32, I32, I64
 from pi2.engine.sampling import Bias, Repeats, Sampler, SamplingOptions
 from pi2.engine.statistics import divide
-from pi2.engine.text import StopFilter, TokenDecoder
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -120,6 +119,93 @@ class Piece:
     """Text that has become certain; empty where a character or a stop string may not be whole."""
     scores: tuple[TokenScore, ...] = ()
     """How likely the token was, if that was asked for."""
+
+
+_CUT = "\N{REPLACEMENT CHARACTER}"
+"""What tokenizers make of bytes that are no character, or not yet."""
+MAX_HELD = 16
+"""Tokens whose text is held back: a character has at most four bytes, so these will be none."""
+
+
+class TokenDecoder:
+    """Turns one token after the other into text, whole characters at a time.
+
+    Tokens are decoded together with the piece before, because the text of a token can depend on its
+    neighbours (spaces, bytes of one character). The first tokens continue a prompt: their text
+    includes a leading space, such as Llama 2's, that decoders leave out at the start of a text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """``decode`` gives the text of token ids."""
+        self._decode = decode
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def read_token(self, token: int) -> str:
+        return self._decode([token])
+
+    def push(self, token: int) -> str:
+        self._held.append(token)
+        text = self._read_held()
+        if text.endswith(_CUT) and len(self._held) < MAX_HELD:
+            return ""
+        if text:
+            self._before, self._held = self._held, []
+        return text
+
+    def flush(self) -> str:
+        """Return the remaining text at the end; bytes that are no character become U+FFFD."""
+        text, self._held = self._read_held(), []
+        return text
+
+    def _read_held(self) -> str:
+        # At the beginning, the tokens themselves stand for what comes before them.
+        before = self._before or self._held
+        return self._decode([*before, *self._held])[len(self._decode(before)) :]
+
+
+def find_overlap(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of ``text`` that begins one of ``marks``."""
+    most = 0
+    for mark in marks:
+        for size in range(min(len(mark) - 1, len(text)), most, -1):
+            if text.endswith(mark[:size]):
+                most = size
+                break
+    return most
+
+
+class StopFilter:
+    """Holds back text that may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that has appeared."""
+        self.stopped = False
+        """Whether a stop string has appeared; text after it is dropped."""
+
+    def push(self, piece: str) -> str:
+        """Take ``piece`` and return the text that is certain."""
+        if not self._stops:
+            return piece
+        if self.stopped:
+            return ""
+        text = self._held + piece
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            first, self.found = min(found)
+            self.stopped = True
+            self._held = ""
+            return text[:first]
+        cut = len(text) - find_overlap(text, self._stops)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """Return the text held back, at the end."""
+        held, self._held = self._held, ""
+        return held
 
 
 class Answer:

@@ -17,14 +17,13 @@ from pi2.backends.host import load_host_loops
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import ACCOUNTS
+from pi2.engine.accounts import Account
 from pi2.engine.dense_shares import BesideUnit, DenseShares, SharedRows
 from pi2.engine.experts import ExpertNeurons
 from pi2.engine.feed_forward import FeedForward
-from pi2.engine.layer_model import LayerModel
+from pi2.engine.layer_model import LayerModel, refuse_layers
 from pi2.engine.loading import WEIGHTS, load_gates, read_neurons
-from pi2.engine.opening import Opening
-from pi2.engine.parts import Parts
+from pi2.engine.opening import Opening, Parts
 from pi2.fitting import (
     count_threads,
     describe_unit,
@@ -46,10 +45,7 @@ from pi2.progress import Progress
 from pi2.store.file_read import BlockTensors, split_blocks
 
 if TYPE_CHECKING:
-    from pi2.backends.protocol import BuildRequest
     from pi2.memory.cache import NeuronCache
-    from pi2.memory.flash import FlashReader
-    from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
 class LayersOpening(Opening):
@@ -68,8 +64,8 @@ class LayersOpening(Opening):
             raise refuse_mixture(resolved)
         self.weights = WEIGHTS[self.verdict](resolved, self.cleanup)
         self.texts = self.weights.texts
-        if self._alone:
-            self.weights.allow_observing()
+        if self._alone and self.verdict == "dry run":
+            refuse_layers()
         request = make_request(resolved, self.machine, self.weights.tensors)
         self.request = replace(request, progress=progress)
         check_backends(resolved, self.request)
@@ -149,9 +145,8 @@ class LayersOpening(Opening):
         parts = self.finish(
             model,
             _describe_build(resolved, request, cache),
-            chunks=request.chunks,
             loan=make_loan(resolved, cache, budget),
-            account=ACCOUNTS[self.verdict][0](resolved),
+            account=Account(resolved, self.verdict),
             reader=reader,
             units=shares.units,
             loaded_bytes=bulk.total_bytes,
@@ -252,7 +247,7 @@ def build_shares(
         raise
     layers = [layer.dense for layer in resolved.layers]
     neurons = resolved.model.layer_neurons
-    return DenseShares(executor, units, layers, neurons, on_lost=_report_lost)
+    return DenseShares(executor, units, layers, neurons)
 
 
 def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -> SharedRows | None:
@@ -263,11 +258,6 @@ def make_rows(resolved: ResolvedPlan, executor: Executor, shares: DenseShares) -
     return SharedRows(executor, shares.units[rows.unit], rows, resolved.model)
 
 
-def unpack_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor as stores have it, which units expect."""
-    return tensor if tensor.format is None else split_blocks(tensor)
-
-
 def _build_unit(
     resolved: ResolvedPlan, name: str, build: BuildRequest, budget: Budget, progress: Progress
 ) -> DenseUnit:
@@ -275,18 +265,23 @@ def _build_unit(
     share = describe_unit(resolved, name).share
     # The rules of the plan language have seen to it (P265).
     assert backend is not None and share is not None, name
+    rows = {
+        matrix: build.tensors[matrix].take_rows(0, count)
+        for matrix, (count, *_) in share.matrices.items()
+        if matrix in build.tensors  # none in a dry run
+    }
+    segment = resolved.name_segment(name)
     request = UnitRequest(
         name=name,
         share=share,
         scales=build.scales,
+        # As stores have them, which units expect.
         tensors={
-            matrix: unpack_rows(build.tensors[matrix].take_rows(0, count))
-            for matrix, (count, *_) in share.matrices.items()
-            if matrix in build.tensors  # none in a dry run
+            key: own if own.format is None else split_blocks(own) for key, own in rows.items()
         },
-        allocate=partial(budget.allocate, resolved.name_segment(name)),
-        adopt=partial(budget.adopt, resolved.name_segment(name)),
-        count=partial(budget.charge, resolved.name_segment(name)),
+        allocate=partial(budget.allocate, segment),
+        adopt=partial(budget.adopt, segment),
+        count=partial(budget.charge, segment),
         progress=progress,
     )
     try:
@@ -326,10 +321,6 @@ def _load_layer(unit: DenseUnit, layer: int, kept: int, reader: FlashReader, sta
         return
     for first, piece in read_neurons(reader, layer, kept, staging[0]):
         unit.keep(layer, first, piece)
-
-
-def _report_lost(unit: BesideUnit) -> None:
-    get_logger().warning("the run goes on without a unit", unit=unit.name, reason=unit.lost)
 
 
 def refuse_mixture(resolved: ResolvedPlan) -> UserError:

@@ -2,7 +2,7 @@
 plan allows it, its neurons are cached and read like others."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +15,22 @@ from pi2.backends.blocks.routed import view_floats
 from pi2.backends.executor import Executor
 from pi2.backends.units import DenseUnit, UnitFailed
 from pi2.diagnostics import UserError
-from pi2.engine.parts import ShareObserver
+from pi2.logging import get_logger
 from pi2.model.tensor import name_layer_tensor
 from pi2.plan.arithmetic.resolved import DenseShare
 from pi2.plan.arithmetic.units import DividedRows, name_head
 from pi2.plan.documents.model import Model
+
+
+class ShareObserver:
+    """Observes shares in the thread that drives them, doing nothing itself; times are of
+    `time.perf_counter`."""
+
+    def note_work(self, unit: str, name: str, start_s: float, end_s: float) -> None:
+        """A unit has computed something; it is told when the job is finished."""
+
+    def note_unit_wait(self, unit: str, layer: int | None, start_s: float, end_s: float) -> None:
+        """The caller has waited for a unit, which had work of ``layer``, or of the head."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,16 +99,12 @@ class DenseShares:
         units: Mapping[str, BesideUnit],
         layers: Sequence[DenseShare | None],
         neurons: int,
-        *,
-        on_lost: Callable[[BesideUnit], None] = lambda unit: None,
     ) -> None:
-        """``layers``: who owns what of each; ``neurons``: FFN neurons of a layer; ``on_lost`` is
-        told of a unit that the run goes on without."""
+        """``layers``: who owns what of each; ``neurons``: FFN neurons of a layer."""
         self._executor = executor
         self.units = units
         self._layers = layers
         self._neurons = neurons
-        self._on_lost = on_lost
         streaming = [unit for unit in units.values() if unit.streams]
         self._streaming = streaming[0] if streaming else None
         self._owners = [None if share is None else units.get(share.unit) for share in layers]
@@ -187,22 +194,19 @@ class DenseShares:
 
     @contextmanager
     def _guard(self, unit: BesideUnit) -> Iterator[None]:
+        """Go on without a unit that fails; UserError P614 if the plan forbids it."""
         try:
             yield
         except UnitFailed as error:
-            self._lose(unit, error)
-
-    def _lose(self, unit: BesideUnit, error: UnitFailed) -> None:
-        """Go on without a unit; UserError P614 if the plan forbids it."""
-        self._note_loss(unit, error)
-        if not unit.goes_on:
-            raise _explain_loss(unit) from None
+            self._note_loss(unit, error)
+            if not unit.goes_on:
+                raise _explain_loss(unit) from None
 
     def _note_loss(self, unit: BesideUnit, error: UnitFailed) -> None:
         unit.lost = str(error)
         unit.unit.close()
         if unit.goes_on:
-            self._on_lost(unit)
+            get_logger().warning("the run goes on without a unit", unit=unit.name, reason=unit.lost)
 
     def close(self) -> None:
         for unit in self.units.values():

@@ -204,7 +204,8 @@ class FeedForward:
         executor = self._executor
         wave, self._wave = self._wave, None
         if wave is None:
-            owned = self._begin_layer(layer)
+            executor.begin_ffn(layer)
+            owned = self._start_share(layer)
             waves = [self._find_named(layer, owned)]
         else:
             waves = [wave]
@@ -216,7 +217,7 @@ class FeedForward:
                         self._waves.open_gates(wave)
                     self._wave = self._begin_ahead(layer + 1, layer)
                 else:
-                    self._executor.begin_ffn(layer)
+                    executor.begin_ffn(layer)
                 owned = self._start_share(layer)
                 late = self._list_unforeseen(wave)
                 if any(map(len, late)):
@@ -233,12 +234,6 @@ class FeedForward:
             lost = self._find_named(layer, missed.start, end=missed.stop)
             self._compute_waves(layer, [lost])
         executor.end_ffn(layer)
-
-    def _begin_layer(self, layer: int) -> int:
-        """Begin the FFN of ``layer`` with its own input, and let its unit begin; return how many
-        neurons that has."""
-        self._executor.begin_ffn(layer)
-        return self._start_share(layer)
 
     def _start_share(self, layer: int) -> int:
         """Let the unit of ``layer``, which has its input, begin; return its number of neurons."""

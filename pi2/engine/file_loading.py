@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial, singledispatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +19,17 @@ from pi2.backends.faults.guard import find_guard
 from pi2.backends.protocol import ProgramRequest
 from pi2.caches import open_regular
 from pi2.diagnostics import UserError
-from pi2.engine.accounts import ACCOUNTS
+from pi2.engine.accounts import FileAccount
 from pi2.engine.file_model import Division, FileModel, divide_matrices
 from pi2.engine.model_texts import ModelTexts
-from pi2.engine.opening import Opening
-from pi2.engine.parts import Parts
+from pi2.engine.opening import Opening, Parts
 from pi2.fitting import find_program_backend
 from pi2.memory.budget import Budget
 from pi2.memory.direct_files import BLOCK, BatchReads, DirectFiles, FileReads, Piece, load_ranges
 from pi2.memory.matrix_pool import MatrixPlace
 from pi2.memory.ring import WeightStream
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sources import FileFacts, Source
+from pi2.plan.arithmetic.sources import FileFacts
 from pi2.plan.documents.plan_units import list_cores
 from pi2.reads import refuse_cut, refuse_weights
 from pi2.weights.file_tensor import PIECE_BYTES, FileTensor, describe_experts
@@ -134,7 +133,7 @@ class FileOpening(Opening):
         return self.finish(
             model,
             report,
-            account=ACCOUNTS[self.verdict][2](resolved, facts, expected),
+            account=FileAccount(resolved, self.verdict, facts, expected),
             reader=FileReads(files, model.readers, lambda: model.read_bytes),
             loaded_bytes=loaded,
             resident=whole,
@@ -194,14 +193,11 @@ def find_place(
     return MatrixPlace(state.st_dev, state.st_ino, state.st_mtime_ns, *own)
 
 
-@singledispatch
-def list_matrices(source: Source, resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
+def list_resident(resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
     """Bytes of the matrices that a plan keeps in memory and other plans may use: of a file."""
-    return {}
-
-
-@list_matrices.register
-def _(facts: FileFacts, resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
+    facts = resolved.source
+    if not isinstance(facts, FileFacts):
+        return {}
     weights = facts.weights
     try:
         states = [path.stat() for path in weights.files]
@@ -212,11 +208,6 @@ def _(facts: FileFacts, resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
     is_mapped = resolved.plan.memory.weights == "mapped"
     found = [find_place(states, tensors[name], is_mapped=is_mapped) for name in names]
     return {place: place.size for place in found}
-
-
-def list_resident(resolved: ResolvedPlan) -> Mapping[MatrixPlace, int]:
-    """Bytes of the matrices of a plan that other plans may use."""
-    return list_matrices(resolved.source, resolved)
 
 
 def place_resident(
@@ -278,16 +269,19 @@ class WatchedFiles:
 
     def __init__(self, paths: Sequence[Path], maps: Mapping[int, U8]) -> None:
         """``maps``: the bytes of mapped ones, by number."""
-        self._paths = paths
+        self._paths, self._cleanup = paths, ExitStack()
         self._descriptors = [open_regular(path) for path in paths]
+        for descriptor in self._descriptors:
+            self._cleanup.callback(os.close, descriptor)
         self._states = [_read_state(own) for own in self._descriptors]
-        self._guard = find_guard() if maps else None
-        self._ranges: dict[int, int] = {}
-        for number, whole in maps.items() if self._guard is not None else ():
-            assert self._guard is not None
-            found = self._guard.watch(whole.ctypes.data, whole.nbytes)
-            if found is not None:
-                self._ranges[number] = found
+        self._faults: dict[int, Callable[[], int | None]] = {}
+        """What tells where the disk failed, by the file's number."""
+        if maps and (guard := find_guard()) is not None:
+            for number, whole in maps.items():
+                place = guard.watch(whole.ctypes.data, whole.nbytes)
+                if place is not None:
+                    self._faults[number] = partial(guard.find_fault, place)
+                    self._cleanup.callback(guard.forget, place)
 
     def check(self) -> None:
         """Raises `UserError` P532 if a file was cut, P546 if its disk failed, P547 if its contents
@@ -295,20 +289,18 @@ class WatchedFiles:
         for number, descriptor in enumerate(self._descriptors):
             if _read_state(descriptor) != self._states[number]:
                 raise self._refuse(number)
-        for number, place in self._ranges.items():
-            assert self._guard is not None
-            if self._guard.find_fault(place) is not None:
+        for number, find_fault in self._faults.items():
+            if find_fault() is not None:
                 raise self._refuse(number)
 
     def _refuse(self, number: int) -> UserError:
-        path, size = self._paths[number], self._states[number][0]
-        if os.fstat(self._descriptors[number]).st_size < size:
+        path, before = self._paths[number], self._states[number]
+        now = _read_state(self._descriptors[number])
+        if now[0] < before[0]:
             return refuse_cut(path)
-        range_number = self._ranges.get(number)
-        if self._guard is not None and range_number is not None:
-            fault = self._guard.find_fault(range_number)
-            if fault is not None and _read_state(self._descriptors[number]) == self._states[number]:
-                return refuse_weights(path, fault, OSError(5, os.strerror(5)))
+        fault = self._faults[number]() if number in self._faults else None
+        if fault is not None and now == before:
+            return refuse_weights(path, fault, OSError(5, os.strerror(5)))
         return UserError.of(
             "P547",
             f"{path} was changed while it was in use",
@@ -317,12 +309,9 @@ class WatchedFiles:
 
     def close(self) -> None:
         """Call it before the files are mapped no longer."""
-        for number in self._ranges.values():
-            assert self._guard is not None
-            self._guard.forget(number)
-        self._ranges.clear()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        self._cleanup.close()
+        self._descriptors.clear()
+        self._faults.clear()
 
 
 def _read_state(descriptor: int) -> tuple[int, int]:

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Generic, Literal, Self, TypeVar
 
 import numpy as np
 
 from pi2.arrays import F32, I32
+from pi2.diagnostics import UserError
 from pi2.engine.answer import GenerationRequest, Piece, SequenceResult, Ticket, tell_nobody
-from pi2.engine.parts import Parts, StepBytes
+from pi2.engine.opening import Parts
 from pi2.engine.scheduler import Scheduler
-from pi2.engine.sequences import Sequences
-from pi2.engine.statistics import Rounds, RunStatistics, SpeculationCounters, UnitUse, divide
+from pi2.engine.statistics import Rounds, RunStatistics, divide
+
+
+def read_prompt(file: Path | None) -> str:
+    """The prompt in a file, or on standard input; UserError P603 or P607."""
+    try:
+        if file is not None:
+            data = file.read_bytes()
+        elif sys.stdin.isatty() or not (data := sys.stdin.buffer.read()):
+            raise UserError.of(
+                "P603", "there is no prompt", help="give --prompt TEXT, -f FILE, or standard input"
+            )
+        return data.decode("utf-8")
+    except OSError as error:
+        place = "standard input" if file is None else str(file)
+        raise UserError.of("P607", f"cannot read the prompt {place}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        place = "standard input" if file is None else str(file)
+        raise UserError.of(
+            "P607",
+            f"the prompt is not UTF-8: byte {error.start} of {place}",
+            help="save the text as UTF-8",
+        ) from None
+
 
 _PATIENCE_S = 60.0
 """The thread looks by itself after this time whether there is something to do."""
@@ -227,41 +244,26 @@ class BatchGeneration(_Running[tuple[int, str], BatchResult]):
         return BatchResult(sequences=found, rounds=rounds, statistics=statistics)
 
 
-def iterate_prefill_logits(
-    parts: Parts, scheduler: Scheduler, ids: I32
+def iterate_logits(
+    parts: Parts, scheduler: Scheduler, ids: I32, mode: Literal["prefill", "decode"]
 ) -> Generator[F32, None, None]:
-    """Logits [n, vocab] after ``ids`` [tokens], chunk by chunk, every neuron computed."""
-    chunk = parts.resolved.plan.prefill.chunk
+    """Logits [n, vocab] after ``ids`` [tokens]: chunk by chunk with every neuron computed, or token
+    by token with the plan's predictor."""
+    forward = parts.forward
+    size = parts.resolved.plan.prefill.chunk if mode == "prefill" else 1
     with scheduler.borrow_place() as place:
-        for start in range(0, len(ids), chunk):
-            piece = ids[start : start + chunk]
+        for start in range(0, len(ids), size):
+            piece = ids[start : start + size]
             with scheduler.exclude():
-                found = parts.forward.prefill(piece, all_logits=True, end=len(ids), sequence=place)
+                if mode == "prefill":
+                    found = forward.prefill(piece, all_logits=True, end=len(ids), sequence=place)
+                else:
+                    found = forward.step(piece.tolist(), [place]).copy()
             yield found
-
-
-def iterate_decode_logits(
-    parts: Parts, scheduler: Scheduler, ids: I32
-) -> Generator[F32, None, None]:
-    """Logits [1, vocab] after each of ``ids`` [tokens], with the plan's predictor."""
-    with scheduler.borrow_place() as place:
-        for token in ids.tolist():
-            with scheduler.exclude():
-                found = parts.forward.step([token], [place]).copy()
-            yield found
-
-
-def find_hidden_reader(parts: Parts) -> Sequences | None:
-    """The sequences that give hidden states; None if the backend has none to give."""
-    return parts.forward if parts.forward.shows_hidden and parts.account.is_timed else None
 
 
 def embed_tokens(
-    parts: Parts,
-    forward: Sequences,
-    scheduler: Scheduler,
-    ids: Sequence[int],
-    pooling: Literal["mean", "last"],
+    parts: Parts, scheduler: Scheduler, ids: Sequence[int], pooling: Literal["mean", "last"]
 ) -> F32:
     """The mean of what the head would read after ``ids``, or the last of it: [hidden], length 1."""
     tokens, chunk = np.array(ids, np.int32), parts.resolved.plan.prefill.chunk
@@ -270,55 +272,13 @@ def embed_tokens(
     with scheduler.borrow_place() as place:
         for start in range(0, len(tokens), chunk):
             with scheduler.exclude():
-                found = forward.read_hidden(
+                found = parts.forward.read_hidden(
                     tokens[start : start + chunk], end=len(tokens), sequence=place
                 )
             hidden = found[:, :width].astype(np.float64)
             total = total + hidden.sum(axis=0) if pooling == "mean" else hidden[-1]
     length = float(np.linalg.norm(total))
     return (total / length if length else total).astype(np.float32)
-
-
-def count_reads(parts: Parts) -> tuple[int, float]:
-    """Bytes of neurons and streamed weights read so far, and seconds that computing waited."""
-    return parts.reader.read_bytes, parts.model.waited_s
-
-
-def count_run(
-    parts: Parts, scheduler: Scheduler, bytes_of_steps: StepBytes | None
-) -> RunStatistics:
-    """Counters since loading."""
-    rounds, speculation = scheduler.rounds, scheduler.speculation
-    read_bytes, waited_s = count_reads(parts)
-    work: Mapping[str, Any] = parts.model.count_work()
-    return RunStatistics(
-        flash_read_bytes=read_bytes,
-        waited_s=waited_s,
-        prefill_s=rounds.prefill_s,
-        steps_s=rounds.whole.seconds,
-        steps_waited_s=rounds.whole.waited_s,
-        steps_read_bytes=rounds.whole.read_bytes,
-        step_bytes=0 if bytes_of_steps is None else bytes_of_steps.count().memory,
-        speculation=SpeculationCounters() if speculation is None else speculation.counters,
-        **work,
-    )
-
-
-def describe_unit_counters(parts: Parts) -> tuple[UnitUse, ...]:
-    """The work of each unit but the sparse one since loading."""
-    resolved = parts.resolved
-    return tuple(
-        UnitUse(
-            name=unit.name,
-            owned_share=resolved.find_owned_share(unit.name),
-            computed_neurons=unit.computed,
-            busy_s=unit.unit.busy_s,
-            lost=unit.lost,
-            padding=None if unit.unit.padding is None else unit.unit.padding.share,
-            emulated=bool(resolved.device.units[unit.name].emulated),
-        )
-        for unit in parts.units.values()
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

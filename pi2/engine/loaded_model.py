@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -20,22 +20,16 @@ from pi2.engine.generation import (
     BatchGeneration,
     Driver,
     Generation,
-    count_reads,
-    count_run,
     embed_tokens,
-    find_hidden_reader,
-    iterate_decode_logits,
-    iterate_prefill_logits,
+    iterate_logits,
     stream_pieces,
 )
-from pi2.engine.generation import describe_unit_counters as describe_units
-from pi2.engine.parts import Parts, find_step_bytes
+from pi2.engine.opening import Parts
 from pi2.engine.prefixes import make_kept_prefixes
 from pi2.engine.sampling import SamplingOptions
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.speculation import make_speculation
-from pi2.engine.statistics import RunStatistics, UnitUse
-from pi2.engine.text import ChatTemplate, Message
+from pi2.engine.statistics import RunStatistics, SpeculationCounters, UnitUse
 from pi2.machine.memory import measure_reads
 from pi2.memory.budget import Pressure, SegmentUse, read_pressure
 from pi2.memory.matrix_pool import MatrixPool
@@ -49,8 +43,8 @@ if TYPE_CHECKING:
 
     from pi2.backends.faults.shortage import MemoryWatch
     from pi2.engine.accounts import Account
-    from pi2.engine.message_shapes import WriteCalls
-    from pi2.engine.model_texts import ModelTexts
+    from pi2.engine.message_shapes import Message, WriteCalls
+    from pi2.engine.model_texts import ChatTemplate, ModelTexts
     from pi2.store.reader import NeuronStore
 
 
@@ -69,17 +63,15 @@ class LoadedModel:
         self.origin: tuple[Path, dict[str, object]] | None = None
         """The plan's file, and the values that it was loaded with."""
         plan = parts.resolved.plan
-        self._bytes_of_steps = find_step_bytes(parts)
         own = weakref.proxy(self)  # no circle: a closed model that is dropped gives its memory back
         self._scheduler = Scheduler(
             parts.forward,
             context=plan.kv.context,
             piece_tokens=plan.prefill.chunk * parts.resolved.chunks,
             make_decoder=lambda request: own.texts.make_decoder(request),
-            speculation=make_speculation(parts, self._bytes_of_steps),
-            count_reads=partial(count_reads, parts),
+            speculation=make_speculation(parts),
+            count_reads=parts.count_reads,
         )
-        self._watch: MemoryWatch | None = None
         self._driver: Driver | None = None
         self._starting = Lock()
 
@@ -182,7 +174,7 @@ class LoadedModel:
     @property
     def units(self) -> tuple[UnitUse, ...]:
         """The work of each unit but the sparse one since loading."""
-        return describe_units(self._parts)
+        return self._parts.list_units()
 
     @property
     def lost_units(self) -> Mapping[str, str]:
@@ -191,7 +183,7 @@ class LoadedModel:
 
     def watch_memory(self, watch: MemoryWatch) -> None:
         """Let ``watch`` end work that makes no progress, until the model is closed."""
-        self._watch = self._scheduler.watch = watch
+        self._scheduler.watch = watch
         pool, resident = self._parts.pool, self._parts.resident
 
         def protect() -> UserError | None:
@@ -203,8 +195,9 @@ class LoadedModel:
     def find_change(self) -> UserError | None:
         """Why the model cannot go on: a file that it reads was cut or changed, its disk failed, or
         memory is short; None if it can."""
-        if self._watch is not None and self._watch.error is not None:
-            return self._watch.error
+        watch = self._scheduler.watch
+        if watch is not None and watch.error is not None:
+            return watch.error
         try:
             self._parts.check()
         except UserError as error:
@@ -214,7 +207,21 @@ class LoadedModel:
     @property
     def stats(self) -> RunStatistics:
         """Counters since loading."""
-        return count_run(self._parts, self._scheduler, self._bytes_of_steps)
+        parts, scheduler = self._parts, self._scheduler
+        rounds, speculation = scheduler.rounds, scheduler.speculation
+        whole, (read_bytes, waited_s) = rounds.whole, parts.count_reads()
+        work: Mapping[str, Any] = parts.model.count_work()
+        return RunStatistics(
+            flash_read_bytes=read_bytes,
+            waited_s=waited_s,
+            prefill_s=rounds.prefill_s,
+            steps_s=whole.seconds,
+            steps_waited_s=whole.waited_s,
+            steps_read_bytes=whole.read_bytes,
+            step_bytes=0 if parts.account.step_bytes is None else parts.count_touched().memory,
+            speculation=SpeculationCounters() if speculation is None else speculation.counters,
+            **work,
+        )
 
     def encode(self, prompt: str, *, whole: bool = False) -> list[int]:
         """Token ids of ``prompt``, with the begin token where the model wants one; of a ``whole``
@@ -396,11 +403,8 @@ class LoadedModel:
 
     def release_parts(self) -> None:
         """Give back what computes; `take_parts` follows at once."""
-        if self._watch is not None:
-            self._watch.close()
-        with self._parts.release:
-            self._parts.model.abandon()
-        self._watch = self._scheduler.watch = None
+        self._end_parts()
+        self._scheduler.watch = None
         for parts in (self._parts, self._parts.draft):
             if parts is not None:
                 # Resident matrices are the pool's, which others may use.
@@ -411,7 +415,6 @@ class LoadedModel:
         other.texts.go_on_with(self.texts)
         self._parts = other._parts
         self.__dict__.pop("memory_bytes_s", None)
-        self._bytes_of_steps, self._watch = other._bytes_of_steps, other._watch
         self.origin, self._pressure = other.origin, other._pressure
         self._scheduler.take_forward(other._scheduler)
 
@@ -467,14 +470,12 @@ class LoadedModel:
         would fill the memory."""
         ids = np.array(token_ids, np.int32)
         self._check_ids(ids.tolist(), answer=0)
-        if mode == "prefill":
-            return iterate_prefill_logits(self._parts, self._scheduler, ids)
-        return iterate_decode_logits(self._parts, self._scheduler, ids)
+        return iterate_logits(self._parts, self._scheduler, ids, mode)
 
     @property
     def can_embed(self) -> bool:
         """Whether `embed` works: not in a dry run, nor if a unit has the whole model."""
-        return find_hidden_reader(self._parts) is not None
+        return self._parts.forward.program is not None and self.account.is_timed
 
     def embed(
         self, prompt: str | Sequence[int], *, pooling: Literal["mean", "last"] | None = None
@@ -484,8 +485,7 @@ class LoadedModel:
         It is the mean of the head's inputs over all tokens, or the last of them; the model document
         states the default. All neurons are computed. Raises UserError P601, P603, P606 and P615 as
         `generate` does, P617 if `can_embed` is false."""
-        forward = find_hidden_reader(self._parts)
-        if forward is None:
+        if not self.can_embed:
             raise UserError.of(
                 "P617",
                 "the backend of this plan gives no hidden states, which embeddings are made of",
@@ -493,9 +493,7 @@ class LoadedModel:
             )
         ids = self.encode(prompt, whole=True) if isinstance(prompt, str) else list(prompt)
         self._check_ids(ids, answer=0)
-        return embed_tokens(
-            self._parts, forward, self._scheduler, ids, pooling or self.plan.model.pooling
-        )
+        return embed_tokens(self._parts, self._scheduler, ids, pooling or self.plan.model.pooling)
 
     def _check_ids(self, ids: Sequence[int], *, answer: int = 1) -> None:
         if not ids:
@@ -519,8 +517,11 @@ class LoadedModel:
         if self._driver is not None:
             self._driver.end()
         self.texts.close()
-        if self._watch is not None:
-            self._watch.close()
+        self._end_parts()
+
+    def _end_parts(self) -> None:
+        if self._scheduler.watch is not None:
+            self._scheduler.watch.close()
         with self._parts.release:
             self._parts.model.abandon()
 

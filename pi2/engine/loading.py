@@ -17,7 +17,6 @@ from pi2.backends.protocol import BuildRequest
 from pi2.caches import read_regular
 from pi2.diagnostics import UserError
 from pi2.engine.model_texts import DryTexts, ModelTexts, StoreTexts
-from pi2.engine.parts import refuse_layers
 from pi2.fitting.misfits import locate_findings
 from pi2.formats import find_packing
 from pi2.memory.budget import Budget
@@ -77,11 +76,9 @@ class StoreWeights:
         resolved = self.resolved
         self.store = store = NeuronStore.open(resolved.store_path, model=resolved.model)
         self._cleanup.callback(store.close)
-        check_bundles(resolved, store)
+        if misfits := list(find_bundle_misfits(resolved, store.manifest.bundle)):
+            raise UserError(locate_findings(misfits, resolved.path), exit_code=2)
         return StoreTexts(resolved, read_tokenizer(store.tokenizer_path), store)
-
-    def allow_observing(self) -> None:
-        """UserError P662 if neurons are not computed."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -272,9 +269,6 @@ class AbsentWeights(StoreWeights):
     def _open(self) -> ModelTexts:
         return DryTexts()
 
-    def allow_observing(self) -> None:
-        refuse_layers()
-
     def begin_hashes(self, *, reads_all: bool) -> Callable[[], None]:
         return lambda: None
 
@@ -387,10 +381,3 @@ def load_gates(
             if request.gate_biases is not None:
                 request.gate_biases[layer][rows] = slice_bias(piece, layout, 0)
         progress("loading gates", (layer + 1) / len(cache.hot_slots))
-
-
-def check_bundles(resolved: ResolvedPlan, store: NeuronStore) -> None:
-    """UserError P520 if the store's bundles do not lie as the plan says."""
-    found = list(find_bundle_misfits(resolved, store.manifest.bundle))
-    if found:
-        raise UserError(locate_findings(found, resolved.path), exit_code=2)

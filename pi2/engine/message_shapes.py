@@ -9,6 +9,7 @@ from typing import Any
 from pi2.diagnostics import UserError
 
 Message = Mapping[str, Any]
+"""``{"role": "user", "content": "..."}``, and other fields that a template reads."""
 Render = Callable[[Sequence[Message]], str]
 WriteCalls = Callable[[Sequence[tuple[str, Any]]], str]
 """Writes calls, names and arguments as JSON values, as a model does."""

@@ -1,33 +1,198 @@
-"""Tokens of texts, and texts of tokens, for a loaded model."""
+"""Tokens of texts, texts of tokens, and prompts of conversations, for a loaded model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pi2.caches import read_regular
 from pi2.diagnostics import UserError
-from pi2.engine.text import (
-    ChatTemplate,
-    Message,
-    TokenDecoder,
-    list_chat_tokens,
-    make_staying_child,
-    read_chat_template,
-)
+from pi2.engine.answer import Constraint, GenerationRequest, TokenDecoder
+from pi2.sandbox.child import MIB, ChildFailed, Limits, StayingChild, run_child
 from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
+from pi2.tokens import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
 
-    from pi2.engine.answer import Constraint, GenerationRequest
-    from pi2.engine.message_shapes import ShapedTemplate, WriteCalls
+    from pi2.engine.message_shapes import Message, ShapedTemplate, WriteCalls
     from pi2.plan.arithmetic.resolved import ResolvedPlan
-    from pi2.sandbox.child import StayingChild
+    from pi2.plan.documents.model_parts import Tokenizer as TokenizerSettings
     from pi2.store.reader import NeuronStore
     from pi2.weights.gguf_weights import FileTexts
+
+
+_LIMITS, _MEMORY_FACTOR = Limits(cpu_s=1.0, memory_mib=512), 32
+"""Of a template's process, and memory in addition for the bytes of template and conversation."""
+_STAYING_BYTES = MIB
+"""Largest conversation for a process that stays."""
+
+
+def make_staying_child() -> StayingChild:
+    return StayingChild("template", _LIMITS.add_input(_STAYING_BYTES, _MEMORY_FACTOR))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A template and the special tokens that it may name."""
+
+    file: Path
+    """Its file, for findings."""
+    source: str
+    tokens: Mapping[str, str]
+    """Texts of special tokens, such as ``{"bos_token": "<s>"}``."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        child: StayingChild | None = None,
+    ) -> str:
+        """The prompt, begin token included where the template writes it.
+
+        ``add_generation_prompt`` ends it where the model's answer begins; ``variables`` are what
+        else the template reads, such as ``{"enable_thinking": False}``; ``child`` is a process that
+        stays, for those who render often.  Raises `UserError` P608
+        if the template fails, refuses the messages, wants to leave its sandbox, or takes more than
+        a second of processor time."""
+        given = {
+            **self.tokens,
+            "tools": None,
+            "documents": None,
+            **(variables or {}),
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            request = json.dumps([self.source, given]).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self._explain(f"its input cannot be written as JSON: {error}") from None
+        try:
+            if child is not None and len(request) <= _STAYING_BYTES:
+                answer = child.run(request)
+            else:
+                limits = _LIMITS.add_input(len(request), _MEMORY_FACTOR)
+                answer = run_child("template", request, limits)
+            return answer.decode("utf-8", "surrogatepass")
+        except ChildFailed as error:
+            raise self._explain(str(error)) from None
+
+    def _explain(self, problem: str) -> UserError:
+        return UserError.of(
+            "P608",
+            f"the chat template fails: {problem}",
+            file=str(self.file),
+            help="templates can refuse roles, such as system, or their order; --prompt needs none",
+        )
+
+
+def read_chat_template(
+    folder: Path,
+    tokenizer: Coder,
+    settings: TokenizerSettings,
+    name: str | None = None,
+    file_of: Path | None = None,
+) -> ChatTemplate:
+    """The chat template in the store ``folder``, or in a folder that was made of ``file_of``.
+
+    ``chat_template.jinja`` goes before ``chat_template`` in ``tokenizer_config.json``, which is a
+    text or a list of named ones; ``chat_template.NAME.jinja`` files go before named ones. ``name``
+    chooses, ``default`` by default. ``settings`` have begin and end tokens that the configuration
+    does not state. Raises `UserError` P608 if a file is broken, P609 if there is no such
+    template."""
+    config = _read_config(folder / TOKENIZER_CONFIG)
+    tokens = list_chat_tokens(folder, tokenizer, settings)
+    file = folder / CHAT_TEMPLATE
+    templates: dict[str, str] = {}
+    stated = config.get("chat_template")
+    if isinstance(stated, str):
+        templates["default"] = stated
+    elif isinstance(stated, list):
+        templates |= {
+            item["name"]: item["template"]
+            for item in stated
+            if isinstance(item, dict)
+            and isinstance(item.get("name"), str)
+            and isinstance(item.get("template"), str)
+        }
+    own = _read_text(file)
+    if own is not None:
+        templates["default"] = own
+    else:
+        file = folder / TOKENIZER_CONFIG
+    wanted = name or "default"
+    places = {
+        named[1]: other
+        for other in sorted(folder.glob("chat_template.*.jinja"))
+        if (named := NAMED_TEMPLATE.fullmatch(other.name))
+    }
+    templates |= {label: _read_text(other) or "" for label, other in places.items()}
+    file = places.get(wanted, file)
+    if wanted not in templates:
+        known = f"; it has {', '.join(sorted(templates))}" if templates else ""
+        raise UserError.of(
+            "P609",
+            "the model has no chat template"
+            + (f" called {wanted!r}{known}" if templates or name else ""),
+            file=str(file_of or folder),
+            help=f"a base model continues texts: use `pi2 run {file_of or 'PLAN'} --prompt TEXT`"
+            + (
+                ""
+                if file_of is not None
+                else "; the chat_template.jinja of a chat model goes into that folder"
+            ),
+        )
+    return ChatTemplate(file, templates[wanted], tokens)
+
+
+def list_chat_tokens(folder: Path, tokenizer: Coder, settings: TokenizerSettings) -> dict[str, str]:
+    """Texts of special tokens that a chat template may name; UserError P608."""
+    config = _read_config(folder / TOKENIZER_CONFIG)
+    tokens = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            tokens[key] = text
+    for key, token in (("bos_token", settings.bos), ("eos_token", next(iter(settings.eos), None))):
+        text = None if token is None or key in config else tokenizer.id_to_token(token)
+        if text is not None:
+            tokens.setdefault(key, text)
+    return tokens
+
+
+def _read_text(file: Path) -> str | None:
+    try:
+        return read_regular(file).decode("utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError.of(
+            "P608", f"a file of the chat template cannot be read: {reason}", file=str(file)
+        ) from None
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    text = _read_text(file)
+    try:
+        values = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UserError.of(
+            "P608",
+            "the tokenizer's configuration is not a JSON object",
+            file=str(file),
+            help="copy it from the checkpoint again",
+        )
+    return values
 
 
 class ModelTexts:

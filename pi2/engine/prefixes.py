@@ -17,11 +17,10 @@ import numpy as np
 from pi2.arrays import F32, I32, U8
 from pi2.backends.blocks.contract import CONTEXT_BLOCK, Ring
 from pi2.caches import find_cache_folder
-from pi2.engine.parts import Parts
+from pi2.engine.opening import Parts
 from pi2.engine.sequences import Sequences
 from pi2.logging import get_logger
 from pi2.model.blocks import list_turns
-from pi2.plan.documents.model import Model
 from pi2.plan.weights.layout import round_up
 
 _MAGIC = b"pi2kept3"
@@ -211,9 +210,6 @@ class Prefixes:
         """Take another model, whose places have what these have."""
         self._forward = forward
 
-    def close(self) -> None:
-        """Give back files and threads."""
-
 
 class KeptPrefixes(Prefixes):
     """Knows the tokens in the places of sequences, and in files."""
@@ -238,7 +234,7 @@ class KeptPrefixes(Prefixes):
         self._block = block
         self._identify = identify
         self._from_answers = goes_on_from_answers
-        self._states = self._keeper if has_states else None
+        self._has_states = has_states
         self._files = files
         self._places = [_Place() for _ in forward.positions]
 
@@ -249,7 +245,7 @@ class KeptPrefixes(Prefixes):
             self._count_usable(place, ids, most) if kept.identity == identity else 0
             for place, kept in enumerate(self._places)
         ]
-        sources = free if self._states is not None else range(len(self._places))
+        sources = free if self._has_states else range(len(self._places))
         source = max(sources, key=lambda place: (usable[place], place in free))
         reused = usable[source]
         if self._files is not None:
@@ -304,10 +300,6 @@ class KeptPrefixes(Prefixes):
         super().follow(forward)
         assert forward.program is not None
         self._keeper = forward.program
-        self._states = None if self._states is None else forward.program
-
-    def close(self) -> None:
-        """See `pi2.engine.prefixes.Prefixes`."""
 
     def _count_usable(self, place: int, ids: list[int], most: int) -> int:
         """Tokens of a prompt that a place has and that may be gone on from."""
@@ -317,7 +309,7 @@ class KeptPrefixes(Prefixes):
         return count if count >= self._forward.earliest[place] else 0
 
     def _count_known(self, kept: _Place, common: int) -> int:
-        if self._states is not None:
+        if self._has_states:
             # A state is that after the last token, and no other.
             whole = common == len(kept.ids)
             exact = kept.exact == common and common % self._block == 0
@@ -335,7 +327,7 @@ class KeptPrefixes(Prefixes):
         """The place itself if most of it is reused, or nothing can be copied; else the least
         recently used place, which leaves the others to be continued."""
         if reused and source in free:
-            if self._states is not None or 2 * reused >= len(self._places[source].ids):
+            if self._has_states or 2 * reused >= len(self._places[source].ids):
                 return source
         return self._find_oldest(free)
 
@@ -362,10 +354,10 @@ class KeptPrefixes(Prefixes):
             is_exact = is_exact and block.is_exact
             whole = whole + self._block if block.is_whole else 0
             has_all = whole >= min(ring.window, put)
-            if has_all and (self._states is None or len(block.state)):
+            if has_all and (not self._has_states or len(block.state)):
                 done, state = number + 1, block.state
-        if self._states is not None and state is not None:
-            self._states.put_state(target, state)
+        if self._has_states and state is not None:
+            self._keeper.put_state(target, state)
         count = done * self._block
         if put - count > ring.slack and ring.window:
             count = 0
@@ -386,8 +378,8 @@ class KeptPrefixes(Prefixes):
         for number in range(kept.saved, len(names)):
             first, end = number * self._block, (number + 1) * self._block
             state: F32 = np.zeros(0, np.float32)
-            if self._states is not None and end == len(kept.ids):
-                state = self._states.read_state(place)
+            if self._has_states and end == len(kept.ids):
+                state = self._keeper.read_state(place)
             context = self._keeper.read_context(place, first, end)
             is_whole = first >= self._forward.earliest[place] - window
             is_exact = end <= kept.exact
@@ -402,27 +394,20 @@ def _count_common(first: list[int], second: list[int]) -> int:
     return next(number for number in range(most) if first[number] != second[number])
 
 
-def _list_long(model: Model, end: int) -> bytes:
-    """Whether a prompt of ``end`` tokens is long, for each LongRoPE: all keys of a long prompt turn
-    in another way."""
-    return bytes(rope.is_long(end) for rope, _ in list_turns(model) if rope.kind == "longrope")
-
-
 def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     """The prefixes of a plan's ``[serve]``; None if nothing is to be kept, or nothing can be: a GPU
     with the whole model does not give its KV cache out."""
     resolved = parts.resolved
     plan = resolved.plan
     weights = parts.texts.identity
-    if weights is None or plan.serve.prefixes == "none":
-        return None
-    if not parts.forward.copies:
+    if weights is None or plan.serve.prefixes == "none" or parts.forward.program is None:
         return None
     size = resolved.source.count_cut(resolved)
     if resolved.model.state_layers:
         size *= resolved.chunks
     identity = hashlib.sha256(resolved.digest.encode())
     identity.update(weights)
+    ropes = [rope for rope, _ in list_turns(resolved.model) if rope.kind == "longrope"]
     files = None
     if plan.serve.prefix_cache is not None:
         folder = find_cache_folder("prefixes") / identity.hexdigest()[:32]
@@ -430,7 +415,8 @@ def make_kept_prefixes(parts: Parts) -> KeptPrefixes | None:
     return KeptPrefixes(
         parts.forward,
         block=math.lcm(size, CONTEXT_BLOCK),
-        identify=lambda end: identity.digest() + _list_long(resolved.model, end),
+        # All keys of a prompt that is long for LongRoPE turn in another way.
+        identify=lambda end: identity.digest() + bytes(rope.is_long(end) for rope in ropes),
         goes_on_from_answers=plan.serve.prefixes == "answers",
         has_states=bool(resolved.model.state_layers),
         files=files,

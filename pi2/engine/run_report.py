@@ -5,7 +5,7 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from pi2.engine.accounts import name_unit
+from pi2.engine.accounts import name_unit, write_percent
 from pi2.engine.answer import SequenceResult
 from pi2.engine.generation import BatchResult, GenerationResult
 from pi2.engine.loaded_model import LoadedModel
@@ -320,15 +320,15 @@ def _summarise(model: LoadedModel, run: dict[str, Any], first: str, whole: bool)
     if run["expert_weight_replaced"] is not None:
         replaced, gone = run["expert_weight_replaced"], run["expert_weight_left_out"]
         lines.append(
-            f"experts: {_percent(replaced)} of their weight replaced by experts in memory, "
-            f"{_percent(gone)} left out"
+            f"experts: {write_percent(replaced)} of their weight replaced by experts in memory, "
+            f"{write_percent(gone)} left out"
         )
     if run["score_mass_left_out"] is not None:
         lines.append(_describe_left_out(model.plan.plan.decode, run["score_mass_left_out"]))
     if whole and run["foreseen_share"] is not None:
         stopped = run["tokens_without_ahead"]
         rest = f"; off for {stopped} tokens, because it did not pay" if stopped else ""
-        named = _percent(run["foreseen_share"])
+        named = write_percent(run["foreseen_share"])
         lines.append(f"prefetching: named {named} of the experts that computed{rest}")
     if run["speculation"] is not None and (whole or run["speculation"]["draft_tokens"]):
         lines.append(summarise_speculation(run["speculation"]))
@@ -354,7 +354,7 @@ def _describe_segments(segments: Mapping[str, Mapping[str, Any]]) -> str:
 def _describe_left_out(decode: Decode, share: float) -> str:
     stated = decode.leave_out
     allowed = "" if stated is None else f" (decode.leave_out = {stated:g})"
-    return f"left out: {_percent(share)} of the predictor's scores, instead of read{allowed}"
+    return f"left out: {write_percent(share)} of the predictor's scores, instead of read{allowed}"
 
 
 def summarise_pressure(run: Mapping[str, Any]) -> list[str]:
@@ -373,7 +373,3 @@ def _rounded(value: float | None) -> float | None:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} tokens/s"
-
-
-def _percent(value: float | None) -> str:
-    return "all" if value is None else f"{value:.1%}"

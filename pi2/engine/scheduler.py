@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
-from pi2.engine.answer import Answer, GenerationRequest, Line, Ticket, score_token
+from pi2.engine.answer import Answer, GenerationRequest, Line, Ticket, TokenDecoder, score_token
 from pi2.engine.prefixes import Prefixes
 from pi2.engine.sequences import KeptContext, Sequences
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import Phase, Rounds
-from pi2.engine.text import TokenDecoder
 
 if TYPE_CHECKING:
     from pi2.backends.faults.shortage import MemoryWatch
@@ -45,7 +44,6 @@ class Scheduler:
         context: int,
         piece_tokens: int,
         make_decoder: Callable[[GenerationRequest], TokenDecoder],
-        prefixes: Prefixes | None = None,
         speculation: Speculation | None = None,
         count_reads: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
     ) -> None:
@@ -56,7 +54,7 @@ class Scheduler:
         self._context = context
         self._piece_tokens = piece_tokens
         self._make_decoder = make_decoder
-        self.prefixes = prefixes or Prefixes(forward)
+        self.prefixes = Prefixes(forward)
         self.speculation = speculation
         self._count_reads = count_reads
         self._lock = RLock()
@@ -141,7 +139,7 @@ class Scheduler:
     @property
     def can_move(self) -> bool:
         """Whether `take_contexts` works."""
-        return self._forward.copies and not self._borrowers
+        return self._forward.program is not None and not self._borrowers
 
     def take_contexts(self) -> dict[int, KeptContext]:
         """Copies of the contexts of all places; only in `call_between`."""
@@ -255,12 +253,8 @@ class Scheduler:
             self._following.clear()
             self._running.clear()
             self._given_back.notify_all()
-            self._make_calls_fail()
-            self.prefixes.close()
-
-    def _make_calls_fail(self) -> None:
-        while self._calls:
-            self._calls.popleft()[0].set_exception(_describe_closed())
+            while self._calls:
+                self._calls.popleft()[0].set_exception(_describe_closed())
 
     # Whoever drives:
 
@@ -307,7 +301,7 @@ class Scheduler:
 
     def _find_leader(self, ticket: Ticket) -> int | None:
         """The place in which the prompt of a request is being read for another one."""
-        if not self._forward.copies:
+        if self._forward.program is None:
             return None
         ids, scored = list(ticket.request.prompt_ids), ticket.request.scores_prompt
         for place, other in self._reading.items():

@@ -16,7 +16,6 @@ from pi2.plan.weights.layout import round_up
 if TYPE_CHECKING:
     from pi2.backends.units import SequenceModel
     from pi2.memory.arena import ContextLoan
-    from pi2.plan.arithmetic.resolved import ResolvedPlan
 
 
 COPIED_TOKENS = 16 * CONTEXT_BLOCK
@@ -81,56 +80,39 @@ class Sequences:
         """Sequences whose states some layers have taken further than others."""
         self.watch: Callable[[int, int, I32, F32], None] | None = None
         """Called with sequence, first position, tokens that went through the layers, and what the
-        head reads of them [n, hidden].  Needs `shows_hidden`."""
+        head reads of them [n, hidden].  Needs a `program`."""
         self.given: F32 | None = None
         """Of an MTP head, what the main model's head reads of the next tokens [n, hidden]."""
         self.attended_tokens = 0
         """Sum over all tokens of steps: the tokens that each attended to."""
         self.steps = 0
 
-    @property
-    def position(self) -> int:
-        """Tokens of the first sequence that are in the KV cache."""
-        return self.positions[0]
-
     def reset(self, sequence: int = 0) -> None:
         """Begin a new sequence in the place of another."""
-        self.model.abandon()
-        self.positions[sequence] = self.earliest[sequence] = 0
-        self._marks.pop(sequence, None)
-        self._interrupted.discard(sequence)
-        if self._loan is not None and not any(self.positions):
-            self._touched = [0] * len(self.positions)
-            self._loan.begin()
+        self.go_on_from(sequence, 0)
 
     def go_on_from(self, sequence: int, position: int) -> None:
         """Continue a sequence after its first ``position`` tokens, which its KV cache has."""
-        if position == 0:
-            self.reset(sequence)
-            return
         self.model.abandon()
         self.positions[sequence] = 0
         self._marks.pop(sequence, None)
         self._interrupted.discard(sequence)
-        self._check_room(sequence, position)
-        self.positions[sequence] = position
+        if position:
+            self._check_room(sequence, position)
+            self.positions[sequence] = position
+            return
+        self.earliest[sequence] = 0
+        if self._loan is not None and not any(self.positions):
+            self._touched = [0] * len(self.positions)
+            self._loan.begin()
 
     def reset_all(self) -> None:
         for sequence in range(len(self.positions)):
             self.reset(sequence)
 
-    @property
-    def shows_hidden(self) -> bool:
-        """Whether `read_head_input` works."""
-        return self.program is not None
-
-    def read_head_input(self, first: int) -> F32:
-        """What the head reads of the last piece's tokens from ``first`` on [n, hidden]."""
-        return self.model.read_head_input(first)
-
     def read_inputs(self, count: int) -> F32:
         """What the head reads of the ``count`` tokens of the last piece or step [count, hidden]."""
-        return np.concatenate(read_rows(self.read_head_input, count, True, None))
+        return np.concatenate(read_rows(self.model.read_head_input, count, True, None))
 
     def _join(self, count: int) -> None:
         """Join embeddings of ``count`` tokens with what an MTP head is given."""
@@ -143,10 +125,6 @@ class Sequences:
         inputs = self.read_inputs(len(tokens))
         for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
             self.watch(sequence, position, tokens[row : row + 1], inputs[row : row + 1])
-
-    def expect(self, end: int) -> None:
-        """Prepare for calls that bring a sequence to ``end`` tokens."""
-        self.model.expect(end)
 
     def prefill(
         self,
@@ -166,7 +144,7 @@ class Sequences:
 
     def read_hidden(self, tokens: I32, *, end: int = 0, sequence: int = 0) -> F32:
         """Process ``tokens`` as `prefill` does; the head's inputs [tokens, hidden], zero-padded."""
-        read = self.read_head_input
+        read = self.model.read_head_input
         return self._run_prompt(tokens, read, True, None, lambda share: None, end, sequence)
 
     def _run_prompt(
@@ -181,7 +159,7 @@ class Sequences:
     ) -> F32:
         """What ``read`` gives of a piece's tokens from a first one on: of all, or of the last."""
         parts: list[F32] = []
-        self.expect(max(end, self.positions[sequence] + len(tokens)))
+        self.model.expect(max(end, self.positions[sequence] + len(tokens)))
         for start in range(0, len(tokens), self._piece):
             piece = tokens[start : start + self._piece]
             self._check_room(sequence, len(piece))
@@ -222,7 +200,7 @@ class Sequences:
 
     def _step(self, tokens: I32, sequences: Sequence[int]) -> F32:
         positions = self._find_positions(sequences)
-        self.expect(max(positions) + 1)
+        self.model.expect(max(positions) + 1)
         try:
             if self.given is not None:
                 self._join(len(tokens))
@@ -234,10 +212,6 @@ class Sequences:
             raise
         self._note_step(tokens, sequences, positions)
         return logits
-
-    @property
-    def copies(self) -> bool:
-        return self.program is not None
 
     def copy(self, source: int, target: int) -> None:
         """Let a sequence go on where another stands, with a copy of its KV cache and states."""
@@ -360,22 +334,3 @@ def read_rows(
         if all_rows or first == count:
             parts.append((rows if all_rows else rows[-1:]).copy())
     return parts
-
-
-def make_sequences(
-    model: SequenceModel,
-    resolved: ResolvedPlan,
-    *,
-    chunks: int = 1,
-    loan: ContextLoan | None = None,
-) -> Sequences:
-    """The sequences of a plan; ``chunks`` of a prompt go through a layer one after the other."""
-    plan = resolved.plan
-    return Sequences(
-        model,
-        context=plan.kv.context,
-        sequences=plan.decode.batch,
-        piece=plan.prefill.chunk * chunks,
-        loan=loan,
-        has_states=bool(resolved.model.state_layers),
-    )

@@ -12,7 +12,7 @@ import numpy as np
 
 from pi2.arrays import F32, I32, I64
 from pi2.engine.answer import Answer
-from pi2.engine.parts import Parts, StepBytes, Touched, find_step_bytes
+from pi2.engine.opening import Parts, Touched
 from pi2.engine.sequences import Sequences
 from pi2.engine.statistics import SpeculationCounters
 
@@ -412,23 +412,25 @@ class Speculation:
         self._drafter.forget(place)
 
 
-def make_speculation(parts: Parts, bytes_of_steps: StepBytes | None) -> Speculation | None:
+def make_speculation(parts: Parts) -> Speculation | None:
     """Make what drafts tokens; None if the plan wants none, or states cannot be copied."""
-    plan, forward = parts.resolved.plan, parts.forward
+    plan, forward, draft = parts.resolved.plan, parts.forward, parts.draft
     settings = plan.decode.speculation
-    if settings is None or bytes_of_steps is None:
+    if settings is None or parts.account.step_bytes is None:
         return None
-    count = bytes_of_steps.count
-    drafter: Drafter = PromptLookup(settings.match)
-    if parts.resolved.model.state_layers and not forward.copies:
+    if parts.resolved.model.state_layers and forward.program is None:
         return None
+    count = parts.count_touched
+    drafter: Drafter
     if settings.drafts == "resident":
         drafter = ResidentDrafts(forward, parts.feed_forward)
-    if settings.drafts in ("plan", "mtp"):
-        if parts.draft is None or (other := find_step_bytes(parts.draft)) is None:
+    elif settings.drafts == "prompt":
+        drafter = PromptLookup(settings.match)
+    else:
+        if draft is None or draft.account.step_bytes is None:
             return None
-        drafter = _follow_plan(parts, parts.draft)
-        count = partial(_add_counts, count, other.count)
+        drafter = _follow_plan(parts, draft)
+        count = partial(_add_counts, count, draft.count_touched)
     return Speculation(
         drafter,
         tokens=settings.tokens,
@@ -443,7 +445,7 @@ def _follow_plan(parts: Parts, draft: Parts) -> Drafter:
     if not draft.resolved.model.is_mtp:
         return PlanDrafts(draft.forward, context)
     drafter = MtpDrafts(draft.forward, context)
-    if parts.forward.shows_hidden:
+    if parts.forward.program is not None:
         parts.forward.watch = drafter.watch
     return drafter
 

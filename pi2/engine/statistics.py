@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
+
+from pi2.machine.memory import read_sizes
 
 
 class Counters:
@@ -289,13 +292,8 @@ def divide(part: float, whole: float) -> float | None:
 
 def read_peak_rss_bytes() -> int:
     """Highest resident set in bytes, on Linux from VmHWM: ``ru_maxrss`` survives an exec."""
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    if (peak := read_sizes(Path("/proc/self/status")).get("VmHWM")) is not None:
+        return peak
     try:
         import resource
     except ImportError:  # Windows

@@ -33,6 +33,7 @@ from pi2.plan.documents.quantities import approximate_bytes, write_least
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import round_up
 
+MIB = 1 << 20
 LIBRARY_BYTES = 78 << 20
 """Python, pi2, numpy, the tokenizer library and TVM's runtime, once tokens have been generated."""
 PROGRAM_BYTES = 2 << 20
@@ -55,7 +56,6 @@ SPARE_BYTES = 4 << 20
 UNIT_BYTES: Mapping[UnitKind, int] = {"cpu": 0, "gpu": 736 << 20, "npu": 64 << 20}
 """Main memory of a unit's library, driver and buffers, by kind.  Assumed: the demo's GPU plans peak
 76 to 92 MiB higher with emulating drivers."""
-_MIB = 1 << 20
 
 
 def count_libraries(model: Model, tokenizer_bytes: int | None = None) -> int:
@@ -81,10 +81,9 @@ def count_runtime(model: Model, budget_bytes: int, *, units: Iterable[UnitKind] 
     """Size of the segment ``runtime`` in whole MiB: libraries, page tables, ``units``, reserve."""
     tables = budget_bytes // PAGE_TABLE_PART
     spare = SPARE_BYTES - PROGRAM_BYTES + sum(UNIT_BYTES[kind] for kind in units)
-    return round_up(count_libraries(model) + tables + spare, _MIB)
+    return round_up(count_libraries(model) + tables + spare, MIB)
 
 
-MIB = 1 << 20
 HOT_PART = Fraction(1, 2)
 """Hot neurons' part of the memory for neurons, if not all that may be hot fit."""
 SHARE_STEPS = 1000

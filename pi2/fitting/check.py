@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pi2.diagnostics
 from pi2.diagnostics import Diagnostic, Span, UserError
@@ -129,8 +128,7 @@ def _report_suffix(path: Path, name: str) -> Iterator[Diagnostic]:
         )
         return
     source = read_source(path, name)
-    unread = isinstance(source, list) and source[0].code in CANNOT_READ
-    if unread and isinstance(source, list):
+    if isinstance(source, list) and source[0].code in CANNOT_READ:
         yield from source
         return
     yield Diagnostic(
@@ -153,21 +151,19 @@ def check_plan(
     thresholds: GivenThresholds = None,
     drafts: bool = True,
     fill: FillPlan | None = None,
-    values: Mapping[str, Any] | None = None,
     root: Path | None = None,
 ) -> Report:
     """Read, resolve and validate a plan with its device and model. ``thresholds`` replace the
-    plan's; without ``drafts`` a draft plan is not read; ``fill`` completes plans of GGUF files;
-    ``values`` stand for a file that is no plan, by default what ``fill`` says of it; ``root``:
-    folder of the document that the user named, if it is another one."""
+    plan's; without ``drafts`` a draft plan is not read; ``fill`` completes plans of GGUF files,
+    and says which plan such a file stands for; ``root``: folder of the document that the user
+    named, if it is another one."""
     root = path.parent if root is None else root
     check = Inspection(resolver, reuse, fill, root)
     if overrides:
         check.override(overrides)
     shown = name or str(path)
     located = Located(path=path, file_name=path.name, name=shown, reference=reference)
-    if values is None and fill is not None:
-        values = fill.describe(path)
+    values = None if fill is None else fill.describe(path)
     if values is None:
         check.read(located, "plan", text)
     else:
@@ -186,8 +182,9 @@ def check_plan(
     resolved = _resolve(check, thresholds)
     draft = check.locate_draft() if drafts else None
     if draft is not None:
-        more: dict[str, Any] = {"drafts": False, "fill": fill, "root": root}
-        report = check_plan(draft.path, name=draft.name, resolver=resolver, **more)
+        report = check_plan(
+            draft.path, name=draft.name, resolver=resolver, drafts=False, fill=fill, root=root
+        )
         check.add_draft(report.diagnostics, report.sources)
         if resolved is not None:
             resolved = replace(resolved, draft=report.resolved)

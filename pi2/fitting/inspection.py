@@ -261,8 +261,6 @@ class Inspection:
 
     def close_plan(self) -> None:
         """Derive what a plan leaves out, once its device and model are known."""
-        if not self.is_open:
-            return
         source = self.files["plan"]
         device, model = self.documents.get("device"), self.documents.get("model")
         if self.contradictory or not (isinstance(device, Device) and isinstance(model, Model)):

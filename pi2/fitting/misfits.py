@@ -58,19 +58,12 @@ def find_misfits(
     bound: Sequence[int] = (),
     native: bool = True,
 ) -> list[Diagnostic]:
-    """Reasons why a plan for ``device`` cannot run on ``machine``; empty if there are none.
+    """Reasons why a plan for ``device`` cannot run on ``machine`` (P301 to P306).
 
     Values that the document leaves open are the machine's and so fit. ``budget_bytes`` is the
     plan's budget, ``threads`` its compute threads, if stated, and ``bound`` the cores that they are
     bound to; ``native`` says whether it uses compiled kernels. Errors mean that the plan cannot run
-    here; warnings that it will run, but not as it was planned.
-
-    - P301: another architecture
-    - P302: the processor lacks features that kernels of this device may use
-    - P303: the budget is more than the memory that this process can have
-    - P304 (warning): fewer cores than compute threads
-    - P305 (warning): the budget is more than the free memory
-    - P306: a core that threads are to be bound to does not exist, or is not for this process"""
+    here; warnings that it will run, but not as it was planned."""
     found: list[Diagnostic] = []
     for unit in device.units.values():
         if unit.kind == "cpu" and native:

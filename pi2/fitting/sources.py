@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from pi2.plan.arithmetic.sizes import (
     need_predictor,
 )
 from pi2.plan.arithmetic.sources import Source
-from pi2.plan.arithmetic.units import Need, Needs, Verdict
+from pi2.plan.arithmetic.units import Need, Needs
 from pi2.plan.documents.quantities import approximate_bytes
 from pi2.plan.weights.layout import align_bytes
 
@@ -47,17 +47,21 @@ def find_source(resolved: ResolvedPlan) -> Source:
     if not resolved.has_backend(unit):
         return StoreSource()
     name = resolved.name_backend(unit)
-    in_layers, whole = _SOURCES[find_backend(name).VERDICT]
+    stays_closed = find_backend(name).VERDICT == "dry run"
     if resolved.device.units[unit].kind != "cpu":
         if find_whole_backend(name) is not None:
-            return whole(unit)
+            return WholeSource(unit, stays_closed=stays_closed)
         if find_text_backend(name) is not None:
             return TextSource(unit)
-    return in_layers()
+    return StoreSource(stays_closed=stays_closed)
 
 
 class StoreSource(Source):
     """A store whose layers an executor computes."""
+
+    def __init__(self, *, stays_closed: bool = False) -> None:
+        """``stays_closed``: whether nothing is computed, and nothing of the store is needed."""
+        self._stays_closed = stays_closed
 
     def wants_file(self, resolved: ResolvedPlan) -> bool:
         return resolved.plan.decode.predictor == "router"
@@ -131,6 +135,9 @@ class StoreSource(Source):
             untouched += count_staging(resolved)
         return untouched
 
+    def count_budget(self, resolved: ResolvedPlan) -> int:
+        return 0 if self._stays_closed else super().count_budget(resolved)
+
     def count_wasted(self, resolved: ResolvedPlan) -> int:
         if resolved.plan.decode.predictor != "none":
             return 0
@@ -158,10 +165,10 @@ class StoreSource(Source):
 
     def find_absent(self, resolved: ResolvedPlan) -> str | None:
         has_store = (resolved.store_path / "manifest.json").is_file()
-        return None if has_store else "its neuron store is"
+        return None if has_store or self._stays_closed else "its neuron store is"
 
     def list_stores(self, resolved: ResolvedPlan) -> tuple[Path, ...]:
-        return (resolved.store_path,)
+        return () if self._stays_closed else (resolved.store_path,)
 
 
 def _need_hot(resolved: ResolvedPlan) -> Need:
@@ -190,7 +197,8 @@ class WholeSource(StoreSource):
 
     hot_part, own_part = "the whole model", "the whole model and the KV cache"
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, *, stays_closed: bool = False) -> None:
+        super().__init__(stays_closed=stays_closed)
         self.whole_units = (unit,)
 
     def wants_file(self, resolved: ResolvedPlan) -> bool:
@@ -250,30 +258,3 @@ class TextSource(WholeSource):
         assert backend is not None, self.whole_units
         has_weights = (resolved.store_path / backend.WEIGHTS).is_file()
         return None if has_weights else "its weights are"
-
-
-class _Dry(Source):
-    """A source that stays closed."""
-
-    def count_budget(self, resolved: ResolvedPlan) -> int:
-        return 0
-
-    def find_absent(self, resolved: ResolvedPlan) -> str | None:
-        return None
-
-    def list_stores(self, resolved: ResolvedPlan) -> tuple[Path, ...]:
-        return ()
-
-
-class DryStore(_Dry, StoreSource):
-    """A store whose layers nothing computes."""
-
-
-class DryWhole(_Dry, WholeSource):
-    """A store of which a unit would have all."""
-
-
-_SOURCES: Mapping[Verdict, tuple[type[StoreSource], type[WholeSource]]] = {
-    "runs": (StoreSource, WholeSource),
-    "dry run": (DryStore, DryWhole),
-}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pi2.machine.cpu import Cpu, CpuCores, bind_calling_thread, detect_cpu, list_allowed_cores
-from pi2.machine.memory import Memory, detect_memory, read_meminfo, read_text
+from pi2.machine.memory import Memory, detect_memory, read_sizes, read_text
 from pi2.machine.storage import Storage, inspect_storage
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def list_hints(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
     huge = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     if "[never]" in huge:
         yield "huge pages are off: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    if swap := read_meminfo(root).get("SwapTotal"):
+    if swap := read_sizes(root / "proc/meminfo").get("SwapTotal"):
         yield f'{swap >> 20} MiB of swap may take idle weights: state memory.lock = "locked"'
     if memory.limit_bytes < memory.installed_bytes:
         yield (

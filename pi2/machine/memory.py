@@ -119,7 +119,7 @@ class Memory:
 
 def detect_memory(root: Path = Path("/")) -> Memory:
     """Read ``/proc/meminfo`` and the control groups, or ask ``sysconf`` where there are none."""
-    sizes = read_meminfo(root)
+    sizes = read_sizes(root / "proc/meminfo")
     installed = sizes.get("MemTotal", 0) or _ask_sysconf("SC_PHYS_PAGES")
     available = sizes.get("MemAvailable", sizes.get("MemFree", 0)) or _ask_sysconf(
         "SC_AVPHYS_PAGES"
@@ -139,10 +139,10 @@ def count_own_bytes(root: Path = Path("/")) -> int:
     return max(0, int(pages[0]) - int(pages[1])) * os.sysconf("SC_PAGE_SIZE")
 
 
-def read_meminfo(root: Path) -> dict[str, int]:
-    """Entries of ``/proc/meminfo`` in bytes."""
+def read_sizes(path: Path) -> dict[str, int]:
+    """Entries of ``/proc/meminfo``, or of ``/proc/self/status``, in bytes."""
     sizes = {}
-    for line in (read_text(root / "proc/meminfo") or "").splitlines():
+    for line in (read_text(path) or "").splitlines():
         name, _, value = line.partition(":")
         words = value.split()
         if words and words[0].isdigit():

@@ -30,7 +30,7 @@ from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.caches import replace_file
 from pi2.diagnostics import UserError
-from pi2.engine.parts import DenseObserver, Routing
+from pi2.engine.layer_model import DenseObserver, Routing
 from pi2.importing.conversion_job import (
     ACTIVATIONS,
     COACTIVATIONS,
@@ -54,7 +54,7 @@ BATCHES = (1, 2, 3, 4)
 @dataclass(slots=True)
 class Counts:
     """Sums over the tokens so far, neurons in stored order; an observer of FFNs
-    (`pi2.engine.parts`) that adds to them."""
+    (`pi2.engine.layer_model`) that adds to them."""
 
     largest: float | None
     """Share of a token's neurons that counts as active; None counts all but zeros."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
+from pi2.engine.layer_model import DenseObserver
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.parts import DenseObserver
 from pi2.measuring.magnitudes import (
     KeptFindings,
     LayerMagnitudes,

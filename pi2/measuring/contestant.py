@@ -24,7 +24,8 @@ import numpy as np
 from pi2.backends.executor import ExecutorObserver
 from pi2.diagnostics import UserError
 from pi2.engine.accounts import TokenBytes
-from pi2.engine.parts import Parts, ShareObserver
+from pi2.engine.dense_shares import ShareObserver
+from pi2.engine.opening import Parts
 from pi2.engine.statistics import read_peak_rss_bytes
 from pi2.measuring.report import Bandwidth, Description, Sample, Workload
 from pi2.memory.bundle_files import ReadObserver

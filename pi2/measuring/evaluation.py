@@ -13,8 +13,8 @@ from pi2.arrays import F32, F64
 from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.diagnostics import UserError
+from pi2.engine.layer_model import DenseObserver
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.parts import DenseObserver
 from pi2.measuring.predictors import LayerRecall, RecallCounter, can_compare
 from pi2.measuring.texts import (
     Mode,

@@ -14,7 +14,7 @@ import numpy as np
 from pi2.arrays import F32, F64, I64, U8
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.neurons import activate
-from pi2.engine.parts import Routing
+from pi2.engine.layer_model import Routing
 from pi2.measuring.texts import Scores, Unfinished
 from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import LayerThresholds
@@ -155,7 +155,7 @@ class LayerMagnitudes:
 
 
 class MagnitudeObserver:
-    """An observer of FFNs (`pi2.engine.parts`) that fills histograms of each layer."""
+    """An observer of FFNs (`pi2.engine.layer_model`) that fills histograms of each layer."""
 
     def __init__(self, method: SparsityMethod) -> None:
         self._method = method

@@ -15,8 +15,8 @@ import numpy as np
 from pi2.arrays import F16, F32, I64, U8, Bits
 from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.protocol import BuildRequest
+from pi2.engine.layer_model import Routing
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.parts import Routing
 from pi2.formats import find_packing
 from pi2.measuring.texts import Window, run_windows
 from pi2.model.tensor import name_layer_tensor

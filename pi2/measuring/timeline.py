@@ -11,8 +11,9 @@ import numpy as np
 
 from pi2.arrays import F32
 from pi2.backends.executor import ExecutorObserver
+from pi2.engine.dense_shares import ShareObserver
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.parts import Parts, ShareObserver
+from pi2.engine.opening import Parts
 from pi2.measuring.contestant import observe_parts
 from pi2.measuring.report import TokenSource
 from pi2.memory.bundle_files import ReadObserver

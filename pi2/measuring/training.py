@@ -15,7 +15,7 @@ from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.caches import replace_file
 from pi2.diagnostics import UserError
-from pi2.engine.parts import DenseObserver
+from pi2.engine.layer_model import DenseObserver
 from pi2.measuring.activations import measure_skew
 from pi2.measuring.calibration import enlarge_memory
 from pi2.measuring.evaluation import Evaluation, evaluate_plan

@@ -17,6 +17,7 @@ import numpy as np
 
 from pi2.arrays import U8
 from pi2.diagnostics import UserError
+from pi2.machine.memory import read_sizes
 from pi2.plan.documents.quantities import compare_bytes
 from pi2.plan.weights.layout import round_up
 
@@ -71,9 +72,6 @@ def _lock(address: int, size: int) -> str | None:
     return os.strerror(code)
 
 
-KIB = 1024
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
     """The state at a moment."""
@@ -88,7 +86,7 @@ class Pressure:
 
 def read_pressure(root: Path = Path("/")) -> Pressure:
     """Ask the system; ``root`` has ``proc``."""
-    sizes = _read_sizes(root / "proc/self/status")
+    sizes = read_sizes(root / "proc/self/status")
     return Pressure(
         major_faults=_count_major_faults(),
         swapped_bytes=sizes.get("VmSwap"),
@@ -103,21 +101,6 @@ def _count_major_faults() -> int | None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     except (ImportError, OSError):
         return None
-
-
-def _read_sizes(path: Path) -> dict[str, int]:
-    """Sizes of ``/proc/self/status``, in bytes."""
-    try:
-        text = path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return {}
-    sizes = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[0].isdigit() and words[1] == "kB":
-            sizes[name] = int(words[0]) * KIB
-    return sizes
 
 
 PAGE = 4096

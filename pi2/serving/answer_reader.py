@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from pi2.engine.text import find_overlap
+from pi2.engine.answer import find_overlap
 from pi2.serving.call_patterns import CallForm, ToolCall, Tools
 from pi2.serving.literals import NoCall, NotWhole, dump_json_text
 

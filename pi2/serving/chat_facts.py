@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pi2.engine.text import find_overlap
+from pi2.engine.answer import find_overlap
 from pi2.serving.answer_reader import (
     AnswerReader,
     Format,

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pi2.diagnostics import UserError
-from pi2.engine.answer import TokenScore
+from pi2.engine.answer import TokenDecoder, TokenScore
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.text import TokenDecoder
 from pi2.serving.calls import Ask, Collected, Delta, Finished
 from pi2.serving.errors import DONE, ApiError, explain_user_error, write_event
 from pi2.serving.hosts import Host

@@ -15,8 +15,8 @@ from pi2.arrays import F32
 from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import ReferenceExecutor
+from pi2.engine.layer_model import DenseObserver
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.parts import DenseObserver
 from pi2.fitting.check import load_plan
 from pi2.measuring.ordering import reorder_store
 from pi2.measuring.predictors import RecallCounter

@@ -9,7 +9,7 @@ import pytest
 
 from pi2.arrays import F32, I32
 from pi2.backends.executor import ExecutorObserver
-from pi2.engine.parts import DenseObserver, Routing
+from pi2.engine.layer_model import DenseObserver, Routing
 from pi2.measuring.contestant import Profile, observe_parts
 from pi2.measuring.timeline import DRIVER, _Tape
 from pi2.memory.bundle_files import ReadObserver

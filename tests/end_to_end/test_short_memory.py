@@ -106,10 +106,10 @@ def test_the_error_says_what_there_is_what_it_takes_and_the_command() -> None:
 def test_a_model_is_watched_until_it_is_closed(tmp_path: Path) -> None:
     file = write_random_gguf(tmp_path, {"hidden": 64, "layers": 1, "context": 64})
     with pi2.load(file) as model:
-        assert model._watch is not None and model._watch._thread is not None
-        thread = model._watch._thread
+        assert model.scheduler.watch is not None and model.scheduler.watch._thread is not None
+        thread = model.scheduler.watch._thread
         assert thread.is_alive() and model.find_change() is None
-        before = model._watch._state[shortage._PROGRESS]
+        before = model.scheduler.watch._state[shortage._PROGRESS]
         model.generate("hello", max_tokens=4, temperature=0.0).result  # noqa: B018
-        assert model._watch._state[shortage._PROGRESS] >= before + 4
+        assert model.scheduler.watch._state[shortage._PROGRESS] >= before + 4
     assert not thread.is_alive()

@@ -56,7 +56,7 @@ def measure_tensors(path: Path) -> dict[str, int]:
 def test_bytes_of_a_token_are_those_of_the_stores_tensors(tiny_plan: Path, mode: str) -> None:
     resolved = load_plan(tiny_plan, overrides={"decode.predictor": mode})
     model, used = resolved.model, resolved.bundle.used_bytes
-    found = count_token_bytes(resolved, ranks=[32] * 3, active=0.25, position=10)
+    found = count_token_bytes(resolved, active=0.25, position=10)
     assert found is not None
     sizes = measure_tensors(tiny_plan)
     vocab, ffn, layers = model.shape.vocab, model.shape.ffn, model.shape.layers
@@ -79,7 +79,6 @@ def test_a_sliding_window_bounds_the_context_that_is_read(tmp_path: Path) -> Non
     tiny = make_tiny(tmp_path, {"attention": {"sliding_window": 8}})
     resolved = load_plan(write_plan(tmp_path, tiny))
     full, longer = (
-        count_token_bytes(resolved, ranks=[32] * 3, active=0.1, position=position)
-        for position in (8, 40)
+        count_token_bytes(resolved, active=0.1, position=position) for position in (8, 40)
     )
     assert full is not None and full == longer

@@ -16,7 +16,7 @@ import pi2
 from pi2.arrays import F32
 from pi2.cli.main import run
 from pi2.engine.loaded_model import LoadedModel
-from pi2.engine.parts import Touched
+from pi2.engine.opening import Touched
 from pi2.engine.speculation import (
     FIRST_REST,
     PLAIN_STEPS,

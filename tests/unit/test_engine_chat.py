@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 import pi2
 from pi2.cli.run import run_command as command
 from pi2.diagnostics import UserError
-from pi2.engine.text import ChatTemplate, read_chat_template
+from pi2.engine.model_texts import ChatTemplate, read_chat_template
 from pi2.importing.convert import convert_checkpoint
 from pi2.plan.documents.model_parts import Tokenizer as Settings
 from tests.helpers.checkpoints import write_checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from pi2.diagnostics import UserError
 from pi2.engine.message_shapes import ShapedTemplate, complete_messages, shorten_id
-from pi2.engine.text import ChatTemplate, make_staying_child
+from pi2.engine.model_texts import ChatTemplate, make_staying_child
 from tests.helpers.tables import in_table
 
 TURN = (

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pi2.engine.text import MAX_HELD, StopFilter, TokenDecoder
+from pi2.engine.answer import MAX_HELD, StopFilter, TokenDecoder
 
 
 def test_text_before_a_stop_string_is_all_that_comes_out() -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.engine.text import ChatTemplate
+from pi2.engine.model_texts import ChatTemplate
 from pi2.found_models import Modelfile, find_found, list_found, translate_template
 from tests.helpers.programs import Ask
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pi2.diagnostics import UserError
-from pi2.engine.text import TokenDecoder
+from pi2.engine.answer import TokenDecoder
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.gguf_tokenizer import convert_sentence_piece
 from pi2.importing.new_model import describe_checkpoint

@@ -13,9 +13,9 @@ import pi2
 from pi2.caches import find_cache_folder
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
-from pi2.engine import text
+from pi2.engine import model_texts
 from pi2.engine.loading import read_tokenizer
-from pi2.engine.text import ChatTemplate, make_staying_child
+from pi2.engine.model_texts import ChatTemplate, make_staying_child
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.sandbox import tokenizer as tokenizers
@@ -53,7 +53,7 @@ def test_a_template_that_takes_too_much_is_a_finding(
 ) -> None:
     if source in GREEDY.values():
         # Half a gigabyte of pages takes a slow machine more than the second that there is.
-        monkeypatch.setattr(text, "_LIMITS", Limits(cpu_s=15.0, memory_mib=512))
+        monkeypatch.setattr(model_texts, "_LIMITS", Limits(cpu_s=15.0, memory_mib=512))
     before = resource.getrusage(resource.RUSAGE_SELF)
     start = time.monotonic()
     with pytest.raises(UserError) as caught:

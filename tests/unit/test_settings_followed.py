@@ -88,12 +88,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_setting_that_files_do_not_follow_is_refused(file: Path, key: str) -> None:
     stated = {"bundle.stride": "8 KiB"} if key == "bundle.scales" else {}
     overrides = {"weights": file.name, key: OTHERS[key], **stated}
-    report = check_plan(
-        file,
-        values={"schema_version": 3, "weights": file.name},
-        overrides=overrides,
-        fill=FileFiller(),
-    )
+    report = check_plan(file, overrides=overrides, fill=FileFiller())
     found = [item for item in report.diagnostics if item.path == key]
     assert report.resolved is None and found
     assert any(item.code == "P269" for item in report.diagnostics) or key == "sparsity"

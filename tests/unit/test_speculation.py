@@ -13,7 +13,7 @@ from pi2.arrays import F32, I64
 from pi2.engine.answer import Ticket
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.loading import read_tokenizer
-from pi2.engine.parts import Touched
+from pi2.engine.opening import Touched
 from pi2.engine.run_report import describe_run, summarise_run
 from pi2.engine.speculation import Speculation
 from pi2.engine.statistics import SpeculationCounters
@@ -178,7 +178,7 @@ def test_another_model_guesses_what_is_verified(tmp_path: Path, plan: Path) -> N
         assert draft is not None and len(draft.forward.positions) == 2
         result = model.generate_batch(PROMPTS, **ANSWER, temperature=0.0).result
         assert count_guesses(model).draft_tokens > 0
-        assert draft.forward.position == 0, "it forgets what has ended"
+        assert draft.forward.positions[0] == 0, "it forgets what has ended"
     assert [item.token_ids for item in result.sequences] == [item.token_ids for item in alone]
 
 

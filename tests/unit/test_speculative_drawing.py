@@ -8,13 +8,12 @@ import pytest
 
 from pi2.arrays import F32, I32, I64
 from pi2.diagnostics import UserError
-from pi2.engine.answer import GenerationRequest, Ticket
-from pi2.engine.parts import Touched
+from pi2.engine.answer import GenerationRequest, Ticket, TokenDecoder
+from pi2.engine.opening import Touched
 from pi2.engine.sampling import Repeats, Sampler, SamplingOptions
 from pi2.engine.scheduler import Scheduler
 from pi2.engine.sequences import Sequences
 from pi2.engine.speculation import Speculation
-from pi2.engine.text import TokenDecoder
 
 CHANCES = np.array(
     [[0.5, 0.3, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]]

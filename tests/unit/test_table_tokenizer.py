@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pi2.engine.text import TokenDecoder
+from pi2.engine.answer import TokenDecoder
 from pi2.importing import gguf_tokenizer
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, read_merges
 from pi2.sandbox.trial import TEXTS

@@ -76,7 +76,7 @@ def test_a_trace_shows_threads_queues_arrows_and_counters(
 def test_what_is_recorded_follows_the_tokens_that_warm_up(plan: Path) -> None:
     with load(plan, set={"layers.hot": 0.25}) as model:
         _, summary = record_run(model, [5, 6, 7], 2, warm_up=4)
-        assert model._parts.forward.position == 3 + 4 + 2
+        assert model._parts.forward.positions[0] == 3 + 4 + 2
     assert summary.tokens == 2
 
 

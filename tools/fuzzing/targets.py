@@ -36,7 +36,7 @@ from fuzzing.seeds import (
 )
 from pi2.backends.arithmetic import compute_rope_tables
 from pi2.diagnostics import UserError
-from pi2.engine.text import ChatTemplate
+from pi2.engine.model_texts import ChatTemplate
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model

@@ -13,7 +13,6 @@ from limited.rows import Row
 from pi2.engine.accounts import count_token_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import approximate_bytes
-from pi2.store.manifest import read_manifest
 
 WHOLE, WHOLE_PEER = "pi2, all in memory", "llama.cpp, all in memory"
 """Names of engines that no limit holds."""
@@ -113,11 +112,7 @@ def _describe_whole(
     parts = [f"{WHOLE}:"]
     if WHOLE_PEER in medians:
         parts.append(f"{medians[WHOLE] / medians[WHOLE_PEER]:.3g} x {WHOLE_PEER};")
-    predictor = read_manifest(resolved.store_path).predictor
-    ranks = None if predictor is None else predictor.rank
-    found = count_token_bytes(
-        resolved, ranks=ranks, active=_find(runs, "active"), position=_POSITION
-    )
+    found = count_token_bytes(resolved, active=_find(runs, "active"), position=_POSITION)
     if found is not None and not row.prefill:
         share = found.total * medians[WHOLE] / memory_gb_s / 1e9
         parts.append(

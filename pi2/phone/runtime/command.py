@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -213,16 +212,16 @@ def probe(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
 
 
 def generate(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
+    from pi2.engine.opening import Wish
     from pi2.engine.run_report import describe_run, summarise_run
     from pi2.orchestrator import build
-    from pi2.progress import ignore_progress
 
     prompt = None if options.chat is not None else choose_prompt(options)
     chosen = {
         name: getattr(options, name)
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     }
-    with build(resolved, progress=ignore_progress, start=time.perf_counter()) as model:
+    with build(resolved, Wish()) as model:
         given: str | list[int]
         if prompt is None:
             given = model.encode_chat(list_messages(options))
@@ -251,7 +250,7 @@ def choose_prompt(options: argparse.Namespace) -> str:
     """Return the prompt; UserError P603 or P607 if there is none, or it cannot be read."""
     if len(options.prompt) + (options.file is not None) > 1:
         raise UserError.of("P603", "a bundle takes one prompt", help="give --prompt once, or -f")
-    from pi2.engine.text import read_prompt
+    from pi2.engine.generation import read_prompt
 
     return str(options.prompt[0]) if options.prompt else read_prompt(options.file)
 
