@@ -119,11 +119,7 @@ def test_a_file_that_was_read_three_times_leaves_the_group_its_memory(
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a long context and few weights."""
     shape = {"hidden": 256, "ffn": 4096, "layers": 4, "context": 8192}
-    made = write_random_gguf(tmp_path_factory.mktemp("budgets"), shape)
-    for batch, prompt in ((1, 6), (4, 300)):  # kernels are compiled outside of the groups
-        trial = make_trial(made, batch, prompt)
-        assert run_trial(trial, None, trial.count_budget(), 300).code == 0
-    return made
+    return write_random_gguf(tmp_path_factory.mktemp("budgets"), shape)
 
 
 def make_trial(file: Path, batch: int, prompt: int) -> Trial:
@@ -133,13 +129,15 @@ def make_trial(file: Path, batch: int, prompt: int) -> Trial:
 
 
 @pytest.mark.parametrize(
-    ("batch", "prompt"), keep_quick([(1, 6), (1, 300), (4, 6), (4, 300)], [(1, 6), (4, 300)])
+    ("batch", "prompt"), keep_quick([(1, 6), (1, 300), (4, 6), (4, 300)], [(4, 300)])
 )
 def test_drafts_of_a_streamed_file_stay_within_a_group_of_the_budget(
     file: Path, batch: int, prompt: int
 ) -> None:
     trial = make_trial(file, batch, prompt)
     budget = trial.count_budget()
+    # Kernels are compiled outside of the group.
+    assert run_trial(trial, None, budget, 300).code == 0
     with make_group(budget) as group:
         found = run_trial(trial, group, budget, 300)
     # Speeds gate nothing here.
@@ -180,7 +178,6 @@ def test_the_demo_runs_within_100_mib() -> None:
 
 @pytest.mark.parametrize("predictor", keep_quick(["low-rank", "none"], ["low-rank"]))
 def test_a_small_models_peak_is_what_was_predicted_to_3_percent(predictor: str) -> None:
-    run_json("--prompt", "def ", "--max-tokens", "1")
     sets = {"decode.predictor": predictor, "threads.compute": 2}
     text = "def run(self, value):\n    return value\n" * 10
     given = ["--ignore-eos", "--max-tokens=64", *(f"--set={key}={sets[key]}" for key in sets)]
