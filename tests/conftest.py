@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,14 +26,16 @@ if TYPE_CHECKING:
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
 # every time, so that a change is to blame for a failure; people draw others.
-settings.register_profile("local", deadline=None, max_examples=50)
-settings.register_profile(
-    "ci",
-    settings.get_profile("local"),
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+IN_CI = bool(os.environ.get("CI"))
+for profile, examples in (("usual", 20), ("many", 150)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=examples,
+        derandomize=IN_CI,
+        suppress_health_check=[HealthCheck.too_slow] * IN_CI,
+    )
+settings.load_profile("usual")
 
 # A shell starts what runs in its background with SIGINT ignored, and programs that tests start and
 # interrupt would inherit it.
@@ -39,19 +43,37 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SLOW_FILES = (
-    *("test_kernels_amx", "test_kernels_attention", "test_kernels_dots", "test_kernels_ffn"),
-    *("test_kernels_cache", "test_kernels_isa", "test_hexagon_kernels"),
+SLOW: Mapping[str, Mapping[str, Sequence[str]]] = tomllib.loads(
+    Path(__file__).with_name("slow.toml").read_text("utf-8")
 )
-"""Files about kernels that are compiled for each store or NPU: tests of executors, steps, units and
-goldens use all of them on each push."""
+"""By file and test, parameters that each push runs; all other ones are slow."""
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `SLOW` names, all of which is there if whole files are collected."""
+    files, used = set(), set()
     for item in items:
-        if item.path.stem in SLOW_FILES:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        files.add(file)
+        name, _, parameters = item.name.partition("[")
+        named = name if name in SLOW.get(file, {}) else "*"
+        kept = SLOW.get(file, {}).get(named)
+        if kept is None:
+            continue
+        matching = [own for own in kept if fnmatchcase(parameters.removesuffix("]"), own)]
+        used |= {(file, named, own) for own in ("", *matching)}
+        if not matching:
             item.add_marker(pytest.mark.slow)
+    stated = {
+        (file, test, own)
+        for file, tests in SLOW.items()
+        if file in files
+        for test, kept in tests.items()
+        for own in ("", *kept)
+    }
+    if stated - used and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/slow.toml names what is not there: {sorted(stated - used)}")
 
 
 @pytest.fixture(autouse=True)

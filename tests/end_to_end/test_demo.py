@@ -124,7 +124,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
 
 def test_text_is_streamed_as_it_is_made() -> None:
     with pi2.load(PLAN, set={"backends": {"cpu": "reference"}}) as model:
-        generation = model.generate(PROMPT, max_tokens=60, ignore_eos=True)
+        generation = model.generate(PROMPT, max_tokens=12, ignore_eos=True)
         next(generation)
         made = model.scheduler.rounds.whole.tokens
         for _ in generation:

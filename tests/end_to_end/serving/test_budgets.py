@@ -28,6 +28,8 @@ from tests.helpers.programs import Ask
 from tests.helpers.servers import get, post, serve
 from tests.helpers.slow import mark_slow
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 SHAPE = {"hidden": 256, "ffn": 4096, "layers": 4, "context": 256}
 PROMPTS = ("a", "the sky", "one two", "def f")
 PLAIN: dict[str, object] = {"sampling.temperature": 0.0, "sampling.end_repeats": False}
