@@ -53,7 +53,7 @@ OF_CACHES = (ATTENTION, INDEX)
 PLAIN = (COMMON, "q4_k", "q8_0")
 """For processors without instructions for products of bytes."""
 QUICK: Mapping[str, tuple[str, ...]] = {
-    "avx512vnni": WAYS, "dotprod": (COMMON, f"{ATTENTION} fp16", "q4_k", "q8_0", "iq2_s"),
+    "avx512vnni": WAYS, "dotprod": (f"{ATTENTION} fp16", "q4_k", "q8_0"),
     **dict.fromkeys(("avx512bw", "sse4.2", "x86-64", "neon"), ("q4_k",)),
 }  # fmt: skip
 """Libraries that each push compares on other processors than AVX2, where it compares all."""
