@@ -2,9 +2,7 @@
 
 import os
 import signal
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +18,7 @@ from pi2.backends.compiler import cache
 from pi2.caches import find_cache_folder
 from tests.helpers.compiling import QUICK, start_loaded_compiler
 from tests.helpers.programs import Ask, Written
+from tests.helpers.slow import mark_as_stated
 
 if TYPE_CHECKING:
     from tests.helpers.models import TinyModel
@@ -43,37 +42,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SLOW: Mapping[str, Mapping[str, Sequence[str]]] = tomllib.loads(
-    Path(__file__).with_name("slow.toml").read_text("utf-8")
-)
-"""By file and test, parameters that each push runs; all other ones are slow."""
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `SLOW` names, all of which is there if whole files are collected."""
-    files, used = set(), set()
-    for item in items:
-        file = item.path.relative_to(Path(__file__).parent).as_posix()
-        files.add(file)
-        name, _, parameters = item.name.partition("[")
-        named = name if name in SLOW.get(file, {}) else "*"
-        kept = SLOW.get(file, {}).get(named)
-        if kept is None:
-            continue
-        matching = [own for own in kept if fnmatchcase(parameters.removesuffix("]"), own)]
-        used |= {(file, named, own) for own in ("", *matching)}
-        if not matching:
-            item.add_marker(pytest.mark.slow)
-    stated = {
-        (file, test, own)
-        for file, tests in SLOW.items()
-        if file in files
-        for test, kept in tests.items()
-        for own in ("", *kept)
-    }
-    if stated - used and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"tests/slow.toml names what is not there: {sorted(stated - used)}")
+    unknown = mark_as_stated(items)
+    # Of a file of which single tests are asked for, the others are not among the items.
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/slow.toml names what is not there: {unknown}")
 
 
 @pytest.fixture(autouse=True)
