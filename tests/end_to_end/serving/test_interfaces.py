@@ -205,9 +205,9 @@ def test_penalties_without_a_window_are_off(address: str) -> None:
         options = {"temperature": 0, "repeat_penalty": 1.9, **more}
         body: dict[str, Any] = {"model": "tiny", "messages": HELLO}
         if path == "/api/chat":
-            body |= {"stream": False, "options": {**options, "num_predict": 24}}
+            body |= {"stream": False, "options": {**options, "num_predict": 12}}
             return post(f"{address}{path}", json=body).json()["message"]["content"]
-        found = post(f"{address}{path}", json={**body, **options, "max_tokens": 24}).json()
+        found = post(f"{address}{path}", json={**body, **options, "max_tokens": 12}).json()
         return found["choices"][0]["message"]["content"]
 
     for path in ("/api/chat", "/v1/chat/completions"):
