@@ -18,20 +18,23 @@ from pi2.backends.compiler import cache
 from pi2.caches import find_cache_folder
 from tests.helpers.compiling import QUICK, start_loaded_compiler
 from tests.helpers.programs import Ask, Written
+from tests.helpers.slow import mark_as_stated
 
 if TYPE_CHECKING:
     from tests.helpers.models import TinyModel
 
 # No deadline: other work on the machine makes single examples slow.  CI draws the same examples
 # every time, so that a change is to blame for a failure; people draw others.
-settings.register_profile("local", deadline=None, max_examples=50)
-settings.register_profile(
-    "ci",
-    settings.get_profile("local"),
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+IN_CI = bool(os.environ.get("CI"))
+for profile, examples in (("usual", 20), ("many", 150)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=examples,
+        derandomize=IN_CI,
+        suppress_health_check=[HealthCheck.too_slow] * IN_CI,
+    )
+settings.load_profile("usual")
 
 # A shell starts what runs in its background with SIGINT ignored, and programs that tests start and
 # interrupt would inherit it.
@@ -39,19 +42,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SLOW_FILES = (
-    *("test_kernels_amx", "test_kernels_attention", "test_kernels_dots", "test_kernels_ffn"),
-    *("test_kernels_cache", "test_kernels_isa", "test_hexagon_kernels"),
-)
-"""Files about kernels that are compiled for each store or NPU: tests of executors, steps, units and
-goldens use all of them on each push."""
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem in SLOW_FILES:
-            item.add_marker(pytest.mark.slow)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unknown = mark_as_stated(items)
+    # Of a file of which single tests are asked for, the others are not among the items.
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/slow.toml names what is not there: {unknown}")
 
 
 @pytest.fixture(autouse=True)

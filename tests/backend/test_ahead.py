@@ -16,6 +16,7 @@ from pi2.backends.compiler.cache import load_or_compile
 from pi2.backends.compiler.runtime import Library
 from pi2.phone.replacements.functions import CompiledFunctions
 from pi2.progress import ignore_progress
+from tests.helpers.kernels import allocate
 
 ROWS = 37
 
@@ -57,12 +58,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def align(count: int) -> Any:
-    room = np.zeros(count + 16, np.float32)
-    first = -room.ctypes.data % 64 // 4
-    return room[first : first + count]
-
-
 @pytest.fixture
 def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Library]]:
     """Loads copies of the library, with so many threads each."""
@@ -82,7 +77,7 @@ def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_parallel_loops_do_every_task_once(threads: int, library: Callable[[int], Library]) -> None:
     loaded = library(threads)
-    target, source = align(ROWS), np.arange(ROWS, dtype=np.float32)
+    target, source = allocate("float32", ROWS), np.arange(ROWS, dtype=np.float32)
     views = {"target": loaded.wrap(target)}
     for name in ("add_parallel", "add_serial"):
         target[:] = 0
@@ -97,7 +92,7 @@ def test_a_call_from_another_thread_meanwhile_is_computed_alone(
     library: Callable[[int], Library],
 ) -> None:
     loaded = library(3)
-    targets = [align(ROWS), align(ROWS)]
+    targets = [allocate("float32", ROWS), allocate("float32", ROWS)]
     source = np.ones(ROWS, np.float32)
     calls = [
         loaded.bind("add_parallel", "source factor", {"target": loaded.wrap(target)})

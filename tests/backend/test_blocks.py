@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pi2.backends.blocks.contract import Ring
 from pi2.backends.blocks.instructions import FindWeight, Planes, Weight
@@ -17,6 +18,8 @@ from pi2.machine.cpu import detect_cpu
 from pi2.plan.documents.model import Model
 from tests.helpers.blocks import RandomWeights
 from tests.helpers.kernels import allocate_segment
+
+pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 
 def make_model(**tables: Any) -> Model:

@@ -16,6 +16,8 @@ from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.models import MIXTURE
 from tests.helpers.slow import keep_quick
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 ENGINES = ("pread", "io_uring")
 KINDS = ("dense", "mixture")
 SETTINGS: dict[str, Any] = {"kv.context": 64, "prefill.chunk": 32}

@@ -20,6 +20,8 @@ from tests.backend.test_blocks import MODELS, make_model, open_model
 from tests.helpers.blocks import RandomWeights
 from tests.helpers.kernels import make_loops
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 def write_experts(model: BlockModel, folder: Path) -> dict[int, list[ExpertMatrix]]:
     """Write experts into two files, each layer's output into the other one."""

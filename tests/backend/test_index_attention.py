@@ -15,6 +15,8 @@ from pi2.costs.settings import measure_sizes
 from tests.helpers.goldens import change_config, copy_checkpoint, measure_error, read_golden
 from tests.helpers.whole_files import INDEXED, NEAR, SETTINGS, WholeFile, make_file
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 MODES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
 FP32: dict[str, Any] = {"kv.type": "fp32"}
 Open = Callable[[str], WholeFile]

@@ -24,6 +24,8 @@ from pi2.plan.reading.thresholds import LayerThresholds, Thresholds
 from tests.helpers.kernels import measure_error
 from tests.helpers.mixtures import make_mixture_plan
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 TOKENS = [7, 100, 8, 290]
 
 

@@ -16,6 +16,8 @@ from tests.helpers.peers import FOLDER, PROMPT, TOKENS, hash_file, read_records
 from tests.helpers.slow import keep_quick
 from tests.helpers.whole_files import MODELS, NEAR, OTHERS, UNROUNDED, WholeFile
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 RECORDS = read_records()
 PLAIN = [name for name, own in MODELS.items() if own.kind == "F32"]
 QUANTISED = [name for name in MODELS if name not in PLAIN]
@@ -59,7 +61,7 @@ def test_every_architecture_of_llama_cpp_runs_or_is_refused_in_a_line_of_the_doc
     assert len(running) >= 100
 
 
-@pytest.mark.parametrize("name", keep_quick(PLAIN, PLAIN[::3]))
+@pytest.mark.parametrize("name", keep_quick(PLAIN, PLAIN[::5]))
 def test_a_file_gives_the_logits_of_llama_cpp_and_the_same_bits_in_half_of_its_size(
     name: str, tmp_path: Path
 ) -> None:
@@ -79,7 +81,7 @@ def test_a_file_gives_the_logits_of_llama_cpp_and_the_same_bits_in_half_of_its_s
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", keep_quick(PLAIN, PLAIN[::6]))
+@pytest.mark.parametrize("name", keep_quick(PLAIN, PLAIN[::12]))
 def test_numpy_gives_the_logits_of_llama_cpp_from_a_file_and_the_store_that_is_made_of_it(
     name: str, tmp_path: Path
 ) -> None:

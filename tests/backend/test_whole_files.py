@@ -16,6 +16,8 @@ from tests.helpers.goldens import check_sequences_together, measure_error
 from tests.helpers.slow import mark_slow
 from tests.helpers.whole_files import FLIPPED, MODELS, NEAR, SETTINGS, UNROUNDED, WholeFile
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 STATES = (
     *("bailing-hybrid", "granite-hybrid", "granite-hybrid-dense", "kimi-linear", "lfm2-moe"),
     *("lfm2-plain", "nemotron-h", "nemotron-h-latent", "nemotron-h-moe", "qwen3-5"),

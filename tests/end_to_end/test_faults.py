@@ -17,7 +17,7 @@ from pi2.store.manifest import MANIFEST
 from pi2.store.reader import NeuronStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model
-from tests.helpers.programs import start_pi2, start_python
+from tests.helpers.programs import Ask, start_pi2, start_python
 
 Patch = pytest.MonkeyPatch
 ROOT = Path(__file__).parents[2]
@@ -26,14 +26,25 @@ PROMPT = "def read_lines(path):\n"
 LAYER = "layers/ffn-003.arrow"
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Path:
+def write_plan(folder: Path) -> Path:
     """The demo plan for numpy, with a store of its own, nothing cached at first."""
-    shutil.copytree(PLANS / "stores" / "pi2-demo", tmp_path / "stores" / "pi2-demo")
+    shutil.copytree(PLANS / "stores" / "pi2-demo", folder / "stores" / "pi2-demo")
     text = (PLANS / "demo.plan.toml").read_text("utf-8").replace('cpu = "cpu"', 'cpu = "reference"')
-    path = tmp_path / "demo.plan.toml"
+    path = folder / "demo.plan.toml"
     path.write_text(f"{text}\n[cache]\nfill = false\n", "utf-8")
     return path
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    return write_plan(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, ...]:
+    """What the model says where nothing goes wrong."""
+    with pi2.load(write_plan(tmp_path_factory.mktemp("whole"))) as model:
+        return generate(model)
 
 
 def store_of(plan: Path) -> Path:
@@ -60,17 +71,13 @@ def test_a_store_cut_while_it_runs_ends_the_generation(plan: Path, engine: str) 
         expect_code(caught, "P620")
 
 
-def test_dense_tensors_cut_while_it_runs_do_no_harm(plan: Path) -> None:
-    with pi2.load(plan) as model:
-        expected = generate(model)
+def test_dense_tensors_cut_while_it_runs_do_no_harm(plan: Path, expected: tuple[int, ...]) -> None:
     with pi2.load(plan) as model:
         os.truncate(store_of(plan) / "dense.arrow", 100)
         assert generate(model) == expected
 
 
-def test_a_store_replaced_while_it_runs_does_no_harm(plan: Path) -> None:
-    with pi2.load(plan) as model:
-        expected = generate(model)
+def test_a_store_replaced_while_it_runs_does_no_harm(plan: Path, expected: tuple[int, ...]) -> None:
     store = store_of(plan)
     with pi2.load(plan) as model:
         old = store.with_name("old")
@@ -98,9 +105,9 @@ def test_a_store_replaced_while_it_is_opened_is_an_error(plan: Path, monkeypatch
     expect_code(caught, "P509")
 
 
-def test_a_reader_that_fails_once_costs_nothing_but_time(plan: Path, monkeypatch: Patch) -> None:
-    with pi2.load(plan) as model:
-        expected = generate(model)
+def test_a_reader_that_fails_once_costs_nothing_but_time(
+    plan: Path, expected: tuple[int, ...], monkeypatch: Patch
+) -> None:
     with pi2.load(plan, set={"io.engine": "pread"}) as model:
         engine: Any = model._parts.reader._engine  # type: ignore[union-attr]
         read_runs, count = engine._read_runs, 0
@@ -118,9 +125,9 @@ def test_a_reader_that_fails_once_costs_nothing_but_time(plan: Path, monkeypatch
         assert count > 10
 
 
-def test_after_error_next_generation_is_right(plan: Path, monkeypatch: Patch) -> None:
-    with pi2.load(plan) as model:
-        expected = generate(model)
+def test_after_error_next_generation_is_right(
+    plan: Path, expected: tuple[int, ...], monkeypatch: Patch
+) -> None:
     with pi2.load(plan, set={"io.engine": "pread"}) as model:
         reader = model._parts.reader
 
@@ -137,42 +144,42 @@ def test_after_error_next_generation_is_right(plan: Path, monkeypatch: Patch) ->
         assert generate(model) == expected
 
 
-def run(plan: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return start_pi2("run", str(plan), "--prompt", PROMPT, *arguments)
+def run(ask: Ask, plan: Path, code: int = 0, *arguments: str) -> str:
+    """What a run of the plan writes about itself; it ends with ``code``."""
+    words = ["run", str(plan), "--prompt", PROMPT, "--max-tokens", "2", *arguments]
+    return ask(words, code).err
 
 
 def test_damage_is_told_with_an_exit_code(plan: Path) -> None:
     with (store_of(plan) / LAYER).open("r+b") as file:
         file.seek(4096 + 700 * 512)
         file.write(b"\xff\xfe\xfd\xfc")
-    done = run(plan, "--max-tokens", "4")
+    done = start_pi2("run", str(plan), "--prompt", PROMPT, "--max-tokens", "4")
     assert done.returncode == 2 and "error[P511]: the neuron at place 700 of" in done.stderr
     assert "Traceback" not in done.stderr
-    dense = store_of(plan) / "dense.arrow"
+
+
+def test_damaged_dense_tensors_and_cut_layers_are_told_of(plan: Path, ask: Ask) -> None:
+    dense, layer = store_of(plan) / "dense.arrow", store_of(plan) / LAYER
     with dense.open("r+b") as file:
         file.seek(dense.stat().st_size // 2)
         file.write(b"\xff\xfe\xfd\xfc")
-    done = run(plan, "--max-tokens", "4")
-    assert (done.returncode, "error[P507]: dense.arrow" in done.stderr) == (2, True), done.stderr
-    cut = store_of(plan) / LAYER
-    os.truncate(cut, cut.stat().st_size - 512)
-    done = run(plan, "--max-tokens", "4")
-    assert (done.returncode, "error[P506]" in done.stderr) == (2, True)
+    assert "error[P507]: dense.arrow" in run(ask, plan, 2)
+    os.truncate(layer, layer.stat().st_size - 512)
+    assert "error[P506]" in run(ask, plan, 2)
 
 
-def test_a_run_that_checks_nothing_says_so(plan: Path) -> None:
-    assert "checks" not in run(plan, "--max-tokens", "2").stderr
-    done = run(plan, "--max-tokens", "2", "--set", "io.verify=never")
-    assert done.returncode == 0
-    assert 'note: the data read was not verified: the plan says io.verify = "never"' in (
-        done.stderr
-    )
+def test_a_run_that_checks_nothing_says_so(plan: Path, ask: Ask) -> None:
+    unchecked = "--set=io.verify=never"
+    assert "checks" not in run(ask, plan)
+    said = run(ask, plan, 0, unchecked)
+    assert 'note: the data read was not verified: the plan says io.verify = "never"' in said
     with (store_of(plan) / LAYER).open("r+b") as file:
         file.seek(4096)
         file.write(bytes(512 * 96))
     # Wrong text without a word: why this is not the default.
-    assert run(plan, "--max-tokens", "2", "--set", "io.verify=never").returncode == 0
-    assert "error[P511]" in run(plan, "--max-tokens", "2").stderr
+    run(ask, plan, 0, unchecked)
+    assert "error[P511]" in run(ask, plan, 2)
 
 
 @pytest.fixture

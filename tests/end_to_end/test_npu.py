@@ -14,7 +14,8 @@ import pytest
 import pi2
 from pi2.engine.loaded_model import LoadedModel
 from tests.helpers.hexagon import require_emulator
-from tests.helpers.programs import start_pi2
+from tests.helpers.programs import Ask, start_pi2
+from tests.helpers.slow import keep_quick
 
 ROOT = Path(__file__).parents[2]
 PLAN = ROOT / "plans" / "demo-npu.plan.toml"
@@ -32,15 +33,17 @@ def emulator() -> None:
     require_emulator()
 
 
-def test_a_run_says_that_the_npu_is_emulated_and_how_much_was_padding() -> None:
-    arguments = ["run", str(PLAN), "--prompt", "def read_lines(path):", "--max-tokens", "8"]
-    done = start_pi2(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert "npu (emulated) owns 30% of the neurons" in done.stderr
-    assert "of its work was padding" in done.stderr
-    found: dict[str, Any] = json.loads(start_pi2(*arguments, "--json").stdout)
-    assert found["units"]["npu"]["emulated"] is True
-    assert 0 < found["units"]["npu"]["padding"] < 0.9
+@pytest.mark.parametrize("form", keep_quick(["text", "json"], ["text"]))
+def test_a_run_says_that_the_npu_is_emulated_and_how_much_was_padding(form: str, ask: Ask) -> None:
+    arguments = ["run", str(PLAN), "--prompt", "def read_lines(path):", "--max-tokens", "4"]
+    if form == "text":
+        said = ask(arguments).err
+        assert "npu (emulated) owns 30% of the neurons" in said
+        assert "of its work was padding" in said
+    else:
+        found: dict[str, Any] = json.loads(ask([*arguments, "--json"]).out)
+        assert found["units"]["npu"]["emulated"] is True
+        assert 0 < found["units"]["npu"]["padding"] < 0.9
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 
 from pi2.cli.commands import is_control, show_controls
 from tests.helpers.patience import PATIENCE_S
-from tests.helpers.slow import keep_quick
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"
 
@@ -64,7 +63,7 @@ def test_a_pipe_that_nobody_reads_is_no_finding() -> None:
     assert done.returncode in (0, 141) and "error" not in done.stderr
 
 
-@pytest.mark.parametrize("more", keep_quick([[], ["--prompt", "b"]], [[]]), ids=" ".join)
+@pytest.mark.parametrize("more", [[], ["--prompt", "b"]], ids=" ".join)
 def test_text_commands_no_terminal_and_is_as_it_was_made_elsewhere(
     plan: Path, more: list[str]
 ) -> None:

@@ -20,16 +20,12 @@ EXACT = (
 """It does not matter to the text which unit computes a neuron."""
 
 
-def list_arguments(plan: Path, *settings: str) -> list[str]:
+def run(plan: Path, *settings: str) -> dict[str, Any]:
     arguments = ["run", str(plan), "--prompt", "def read_lines(path):"]
     arguments += ["--temperature", "0", "--max-tokens", str(TOKENS), "--ignore-eos"]
     for setting in (*EXACT, *settings):
         arguments += ["--set", setting]
-    return arguments
-
-
-def run(plan: Path, *settings: str) -> dict[str, Any]:
-    done = start_pi2(*list_arguments(plan, *settings), "--json")
+    done = start_pi2(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result

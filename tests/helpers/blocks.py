@@ -104,10 +104,18 @@ class Numpy:
 class Kernels:
     """A library of this processor."""
 
-    def __init__(self, library: str, isa: str, folder: Path) -> None:
-        """Compile it for the schedule ``isa`` (`tests.helpers.kernels.X86_FEATURES`)."""
+    def __init__(self, level: int, library: str, isa: str, folder: Path) -> None:
+        """Compile it for the schedule ``isa`` (`tests.helpers.kernels.X86_FEATURES`); ``level``:
+        how much LLVM optimises."""
+        from tvm.target import Target
+
         from pi2.backends.blocks.program import Program
         from pi2.backends.compiler.compile import compile_library
+
+        class Leveled(Program):
+            @property
+            def target(self) -> Target:
+                return Target({**super().target.export(), "opt-level": level})
 
         spec = BlockSpec(
             library=library, architecture="x86-64", features=tuple(sorted(X86_FEATURES[isa]))
@@ -115,7 +123,7 @@ class Kernels:
         assert spec.isa.name == isa
         self.lanes = spec.isa.lanes
         path = folder / f"{library}-{isa}.so"
-        compile_library(Program(spec), path, lambda label, share: None)
+        compile_library(Leveled(spec), path, lambda label, share: None)
         self._library = ctypes.CDLL(str(path))
 
     def run(self, case: Case) -> None:

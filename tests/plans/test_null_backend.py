@@ -8,7 +8,6 @@ import tomlkit
 
 import pi2
 from pi2.cli.main import run
-from pi2.plan.documents.model import Model
 from tests.helpers.mixtures import make_mixture_plan
 from tests.helpers.models import make_model, make_tiny
 from tests.helpers.programs import Ask
@@ -37,14 +36,6 @@ def test_a_shipped_plan_runs_dry(path: Path) -> None:
             assert done.flash_read_bytes == done.cache_misses * model.plan.bundle.stride
 
 
-def test_there_are_shipped_plans() -> None:
-    assert len(SHIPPED) >= 1
-
-
-def take_demo(folder: Path) -> str:
-    return str(PLANS / "stores" / "pi2-demo")
-
-
 def write_file(folder: Path) -> str:
     pytest.importorskip("gguf")
     from tests.unit.test_checkpoint_models import write_model
@@ -60,19 +51,15 @@ def write_moe(folder: Path) -> str:
 
 def write_dense(folder: Path) -> str:
     make_tiny(folder, stride=4096)
-    describe_model(folder / "store", make_model())
+    values = make_model().model_dump(mode="json", exclude_none=True)
+    (folder / "store" / "tiny.model.toml").write_text(tomlkit.dumps(values))
     return "store"
-
-
-def describe_model(store: Path, model: Model) -> None:
-    values = model.model_dump(mode="json", exclude_none=True)
-    (store / "tiny.model.toml").write_text(tomlkit.dumps(values))
 
 
 @pytest.mark.parametrize(
     ("make_weights", "device"),
     [
-        pytest.param(take_demo, None, id="the demo's store"),
+        pytest.param(lambda folder: PLANS / "stores/pi2-demo", None, id="the demo's store"),
         pytest.param(write_file, None, id="a GGUF file"),
         pytest.param(write_moe, None, id="an MoE model", marks=pytest.mark.slow),
         pytest.param(write_dense, "oneplus-12", id="a phone"),
@@ -80,7 +67,7 @@ def describe_model(store: Path, model: Model) -> None:
     ],
 )
 def test_the_shortest_plan_validates_shows_simulates_and_runs(
-    tmp_path: Path, ask: Ask, make_weights: Callable[[Path], str], device: str | None
+    tmp_path: Path, ask: Ask, make_weights: Callable[[Path], object], device: str | None
 ) -> None:
     plan = tmp_path / "my.plan.toml"
     plan.write_text(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pi2.authoring.writing import write_plan
@@ -146,7 +146,6 @@ plan_parts = st.fixed_dictionaries(
 
 
 @given(parts=st.lists(plan_parts, min_size=2, max_size=3), join=st.sampled_from([None, "append"]))
-@settings(max_examples=30)
 def test_resolving_is_deterministic_and_idempotent(
     folder: Path, parts: list[dict[str, Any]], join: str | None
 ) -> None:
@@ -168,7 +167,6 @@ def test_resolving_is_deterministic_and_idempotent(
 
 
 @given(a=plan_parts, b=plan_parts)
-@settings(max_examples=20)
 def test_a_list_and_a_chain_of_documents_are_the_same(
     folder: Path, a: dict[str, Any], b: dict[str, Any]
 ) -> None:
@@ -217,7 +215,6 @@ def check_report(report: Report) -> None:
 
 
 @given(files=st.tuples(fuzzed, fuzzed, fuzzed, fuzzed))
-@settings(max_examples=125)
 @example(files=({"extends": ["a.toml"]}, {"extends": ["a.toml"]}, {}, {}))
 @example(files=({"extends": ["a\0.toml"]}, {}, {}, {}))
 @example(files=({"extends": ["x" * 400]}, {}, {}, {}))

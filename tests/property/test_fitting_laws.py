@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pi2.authoring.writing import write_document
@@ -115,7 +115,6 @@ def check_valid(fitted: ResolvedPlan) -> None:
     assert [item for item in errors if item.code != "P203"] == []
 
 
-@settings(max_examples=30, deadline=None)
 @given(case=cases(), whole=st.booleans())
 def test_what_is_fitted_validates_and_keeps_to_the_budget(
     case: tuple[ResolvedPlan, int], whole: bool
@@ -136,7 +135,6 @@ def test_what_is_fitted_validates_and_keeps_to_the_budget(
     assert again.memory.segments == memory.segments and again.memory.units == memory.units
 
 
-@settings(max_examples=50, deadline=None)
 @given(case=cases(), other=budgets | st.integers(0, 2 * MIB))
 def test_more_budget_never_makes_less_hot(case: tuple[ResolvedPlan, int], other: int) -> None:
     wish, one = case
@@ -152,7 +150,6 @@ def test_more_budget_never_makes_less_hot(case: tuple[ResolvedPlan, int], other:
         assert kept[0] <= kept[1]
 
 
-@settings(max_examples=20, deadline=None)
 @given(wish=wishes(), budget=budgets)
 def test_what_fits_is_as_it_was_stated(wish: ResolvedPlan, budget: int) -> None:
     """Nothing that is stated grows, and with memory for all of it nothing becomes less."""
@@ -165,7 +162,6 @@ def test_what_fits_is_as_it_was_stated(wish: ResolvedPlan, budget: int) -> None:
         assert fitted.plan.layers == whole.plan.layers
 
 
-@settings(max_examples=20, deadline=None)
 @given(wish=wishes(), budget=budgets)
 def test_a_shortage_names_a_budget_that_is_enough(wish: ResolvedPlan, budget: int) -> None:
     try:
@@ -182,7 +178,6 @@ def test_a_shortage_names_a_budget_that_is_enough(wish: ResolvedPlan, budget: in
     assert fit(wish, found.needed_bytes) is not None
 
 
-@settings(max_examples=20, deadline=None)
 @given(wish=wishes(), budget=budgets)
 def test_what_has_been_fitted_fits(wish: ResolvedPlan, budget: int) -> None:
     """Fitting to the same budget again changes nothing that is hot."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fuzzing.documents import write_document
@@ -19,7 +19,7 @@ from pi2.fitting.check import Report, check_file, check_plan, load_plan
 from pi2.plan.toml.source import parse_source
 from pi2.plan.toml.text import KeyPath, format_path, write_key, write_value
 from pi2.weights.file_reading import FileFiller, check_document
-from tests.helpers.slow import keep_quick
+from tests.helpers.slow import mark_slow
 from tests.helpers.tables import in_table
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,6 @@ def damaged_documents(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 @given(document=damaged_documents())
-@settings(max_examples=150)
 def test_damaged_documents(folder: Path, document: tuple[str, bytes]) -> None:
     check(folder, *document)
 
@@ -133,7 +132,6 @@ def changed_documents(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 @given(document=changed_documents())
-@settings(max_examples=150)
 def test_changed_values(folder: Path, document: tuple[str, bytes]) -> None:
     check(folder, *document)
 
@@ -149,7 +147,6 @@ settable = st.sampled_from(
 
 
 @given(overrides=st.dictionaries(settable, toml_values, max_size=3))
-@settings(max_examples=100)
 @example(overrides={"device": "x\0y.device.toml"})
 @example(overrides={"device": "../x" * 200 + ".toml"})
 @example(overrides={"model": "/"})
@@ -218,10 +215,14 @@ def check_value(folder: Path, said: dict[str, Any], key: KeyPath, value: object)
             assert item.span is not None and item.span.line >= 1
 
 
-@pytest.mark.parametrize("shift", keep_quick(range(len(ANYTHING)), [0]))
+@pytest.mark.parametrize(
+    ("shift", "step"), [(0, 8), *(mark_slow((shift, 1)) for shift in range(len(ANYTHING)))]
+)
 @pytest.mark.parametrize("said", [FILE, STORE], ids=["file", "store"])
-def test_any_value_at_any_key(beside_a_file: Path, said: dict[str, Any], shift: int) -> None:
-    for number, key in enumerate(list_keys(), shift):
+def test_any_value_at_any_key(
+    beside_a_file: Path, said: dict[str, Any], shift: int, step: int
+) -> None:
+    for number, key in enumerate(list_keys()[::step], shift):
         check_value(beside_a_file, said, key, ANYTHING[number % len(ANYTHING)])
 
 

@@ -38,8 +38,7 @@ def check(file: Path) -> list[str]:
 
 
 @settings(
-    max_examples=20,
-    deadline=None,
+    max_examples=8,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(random=st.randoms(use_true_random=False))
@@ -57,8 +56,7 @@ def test_spoilt_headers_are_findings(whole: Path, tmp_path: Path, random: Random
 
 
 @settings(
-    max_examples=8,
-    deadline=None,
+    max_examples=4,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(share=st.floats(0, 1), in_header=st.booleans())

@@ -59,9 +59,10 @@ def test_every_token_is_scored_once_with_the_context_that_the_stride_leaves(
 
 
 def test_perplexity_is_that_of_the_models_logits(plan: Path) -> None:
-    found = evaluate_plan(plan, Passages([TEXT], context=32, stride=16))
+    text = TEXT[:48]
+    found = evaluate_plan(plan, Passages([text], context=32, stride=16))
     with pi2.load(plan) as model:
-        ids = [256, *model.tokenizer.encode(TEXT, add_special_tokens=False).ids]
+        ids = [256, *model.tokenizer.encode(text, add_special_tokens=False).ids]
         windows = cut_windows(ids[1:], begin=256, context=32, stride=16)
         for run_, mode in zip(found.runs, ("prefill", "decode"), strict=True):
             losses = np.concatenate(

@@ -145,11 +145,6 @@ def convert(checkpoint: Path, model: Model, output: Path) -> bytes:
     return (output / "dense.arrow").read_bytes()
 
 
-def read_store(checkpoint: Path, model: Model, output: Path) -> dict[str, bytes]:
-    convert_checkpoint(checkpoint, model, output)
-    return {file.name: file.read_bytes() for file in output.rglob("*.arrow")}
-
-
 def test_norms_without_weights_are_those_whose_weights_are_one(tmp_path: Path) -> None:
     checkpoint = copy_checkpoint("cohere", tmp_path / "checkpoint")
     model = describe_checkpoint(checkpoint, "golden").model
@@ -274,5 +269,7 @@ def test_minimax_m3_is_read_by_names_of_hub_and_by_those_of_transformers(tmp_pat
         assert (model.shape.context, model.norm.weight_offset) == (128, 1)
         index = Index(kind="blocks", heads=2, width=16, chosen=5, block=4, local=1, layers=(1,))
         assert model.attention.index == index
-        stores.append(read_store(checkpoint, model, tmp_path / f"{name}-store"))
+        output = tmp_path / f"{name}-store"
+        convert_checkpoint(checkpoint, model, output)
+        stores.append({file.name: file.read_bytes() for file in output.rglob("*.arrow")})
     assert stores[0] == stores[1]

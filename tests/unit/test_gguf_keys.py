@@ -32,7 +32,7 @@ class Job:
 
     def __init__(self, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
-        self._path = _write(folder, name)
+        self._path = write_file(name, folder)
         self.read = read_gguf(self._path)
         checkpoint = self._open({})
         self.model = describe_checkpoint(checkpoint, "tiny", has_texts=False).model
@@ -58,10 +58,6 @@ class Job:
             return self.describe({key: value}) != self.model
         except UserError:
             return True
-
-
-def _write(folder: Path, name: str) -> Path:
-    return write_file(name, folder)
 
 
 def list_changes(value: object) -> Iterator[list[Any]]:

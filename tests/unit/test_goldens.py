@@ -20,21 +20,12 @@ from tests.helpers.slow import keep_quick, mark_slow
 
 REFERENCE_ERROR = 1e-4
 COVERING = {
-    *("bailing-hybrid", "bitnet", "bloom", "deepseek-v2", "deepseek-v3", "gemma2", "gemma4"),
-    *(
-        "gemma4-e2b",
-        "gemma4-moe",
-        "gpt-neox",
-        "gpt-oss",
-        "gptj",
-        "granite-hybrid",
-        "jamba",
-        "kimi-linear",
-    ),
-    *("kolibri", "laguna", "lfm2", "llama-longrope-beyond", "llama-yarn-options", "llama4"),
-    *("mimo-v2-flash", "nanochat", "nemotron-h-blocks", "olmo3", "olmoe", "opt"),
-    *("prosparse", "qwen2-moe", "qwen3-moe", "smallthinker", "turbosparse-mixtral"),
-}
+    "bailing-hybrid", "bitnet", "bloom", "deepseek-v2", "deepseek-v3", "gemma2", "gemma4",
+    "gemma4-e2b", "gemma4-moe", "gpt-neox", "gpt-oss", "gptj", "granite-hybrid", "jamba",
+    "kimi-linear", "kolibri", "laguna", "lfm2", "llama-longrope-beyond", "llama-yarn-options",
+    "llama4", "mimo-v2-flash", "nanochat", "nemotron-h-blocks", "olmo3", "olmoe", "opt",
+    "prosparse", "qwen2-moe", "qwen3-moe", "smallthinker", "turbosparse-mixtral",
+}  # fmt: skip
 """Models that state every option which the compared models state (test_golden_options)."""
 
 
@@ -70,21 +61,15 @@ def test_the_cpu_backend_agrees(make_plan: Callable[[str], Path], name: str) -> 
 
 
 COMPUTED_ALIKE = {
-    *("bamba", "granite-hybrid-dense", "lfm2-moe", "lfm2-plain", "qwen3-5", "qwen3-5-moe"),
-    *("arcee", "dots1", "ernie4-5", "ernie4-5-moe", "glm4-moe", "glm4-moe-lite", "granite-moe"),
-    *(
-        "granite-moe-shared", "hunyuan-moe", "minimax-m2", "minimax-m3", "nemotron", "olmo2",
-        "phimoe",
-    ),
-    *(
-        "gemma3", "gemma3n-narrow", "qwen3-moe-dense-layers", "seed-oss", "mistral4-scaled",
-        "mamba2",
-    ),
-    *("falcon-mamba", "mamba"),
+    "arcee", "bamba", "dots1", "ernie4-5", "ernie4-5-moe", "falcon-mamba", "gemma3",
+    "gemma3n-narrow", "glm4-moe", "glm4-moe-lite", "granite-hybrid-dense", "granite-moe",
+    "granite-moe-shared", "hunyuan-moe", "lfm2-moe", "lfm2-plain", "mamba", "mamba2",
+    "minimax-m2", "minimax-m3", "mistral4-scaled", "nemotron", "olmo2", "phimoe", "qwen3-5",
+    "qwen3-5-moe", "qwen3-moe-dense-layers", "seed-oss",
     # Llama's, with tables of positions that both backends get from one function.
-    *("llama-linear", "llama-yarn"),
+    "llama-linear", "llama-yarn",
     "gemma3n",  # compared in test_residual_streams
-    *("deepseek-v32", "glm-moe-dsa", "minimax-m3-blocks"),  # files only (test_index_attention)
+    "deepseek-v32", "glm-moe-dsa", "minimax-m3-blocks",  # files only (test_index_attention)
 }  # fmt: skip
 """Whose layers are those of other goldens: the reference backend tells the rest."""
 

@@ -137,13 +137,17 @@ def make_unknown() -> bytes:
     )
 
 
+def train_pieces() -> trainers.UnigramTrainer:
+    return trainers.UnigramTrainer(
+        vocab_size=600, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+
+
 def make_unigram() -> bytes:
     spaces = normalizers.Replace(Regex(" {2,}"), " ")
     return train(
         models.Unigram(),
-        trainers.UnigramTrainer(
-            vocab_size=600, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
-        ),
+        train_pieces(),
         cut=pre_tokenizers.Metaspace(prepend_scheme="always"),
         change=normalizers.Sequence([normalizers.Strip(), spaces, normalizers.Lowercase()]),
         decoder=decoders.Metaspace(prepend_scheme="always"),
@@ -153,9 +157,7 @@ def make_unigram() -> bytes:
 def make_unigram_with_first() -> bytes:
     return train(
         models.Unigram(),
-        trainers.UnigramTrainer(
-            vocab_size=600, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
-        ),
+        train_pieces(),
         cut=pre_tokenizers.Metaspace(prepend_scheme="first"),
         decoder=decoders.Metaspace(prepend_scheme="first"),
     )

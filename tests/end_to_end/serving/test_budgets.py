@@ -26,7 +26,8 @@ from tests.helpers.patience import PATIENCE_S
 from tests.helpers.plans import write_plan
 from tests.helpers.programs import Ask
 from tests.helpers.servers import get, post, serve
-from tests.helpers.slow import mark_slow
+
+pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 SHAPE = {"hidden": 256, "ffn": 4096, "layers": 4, "context": 256}
 PROMPTS = ("a", "the sky", "one two", "def f")
@@ -48,7 +49,7 @@ def make_source(kind: str, folder: Path, file: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kind", [mark_slow("dense"), "experts", mark_slow("store")])
+@pytest.mark.parametrize("kind", ["dense", "experts", "store"])
 def test_text_is_the_same_while_the_budget_changes(kind: str, tmp_path: Path, file: Path) -> None:
     path, first = make_source(kind, tmp_path, file), "200 MiB"
     settings = {"decode.batch": 2, "kv.context": 256, **PLAIN}

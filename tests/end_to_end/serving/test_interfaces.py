@@ -23,6 +23,8 @@ from tests.helpers.servers import (
     wait_until_idle,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 def test_events_are_written_to_the_byte(address: str) -> None:
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "temperature": 0, "stream": True}
@@ -203,9 +205,9 @@ def test_penalties_without_a_window_are_off(address: str) -> None:
         options = {"temperature": 0, "repeat_penalty": 1.9, **more}
         body: dict[str, Any] = {"model": "tiny", "messages": HELLO}
         if path == "/api/chat":
-            body |= {"stream": False, "options": {**options, "num_predict": 24}}
+            body |= {"stream": False, "options": {**options, "num_predict": 12}}
             return post(f"{address}{path}", json=body).json()["message"]["content"]
-        found = post(f"{address}{path}", json={**body, **options, "max_tokens": 24}).json()
+        found = post(f"{address}{path}", json={**body, **options, "max_tokens": 12}).json()
         return found["choices"][0]["message"]["content"]
 
     for path in ("/api/chat", "/v1/chat/completions"):
