@@ -37,7 +37,6 @@ from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.wish import LEAST_DENSE, Wish, divide_rest, make_plan_values
 
-Goal = Literal["time", "memory", "energy"]
 Place = Literal["resident", "flash"]
 _CACHE_SHARES = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9)
 """Parts of the neurons in memory that may be a cache."""
@@ -260,13 +259,13 @@ def count_least(problem: Problem) -> list[tuple[int, Choices]]:
     return sorted(found, key=lambda item: item[0])
 
 
-def find_best(problem: Problem, goal: Goal, memory_bytes: int) -> list[tuple[Choices, Description]]:
+def find_best(problem: Problem, memory_bytes: int) -> list[tuple[Choices, Description]]:
     """The best choices of each predictor within a memory, the best first."""
     ranked = []
     for start in list_least(problem):
         if problem.rates.dense is not None:
             start = replace(start, cached=_list_cached(start.predictor)[0], dense=LEAST_DENSE)
-        score = partial(_score, problem, goal, memory_bytes)
+        score = partial(_score, problem, memory_bytes)
         best, least = start, score(start)
         for _ in range(_ROUNDS):
             before = best
@@ -404,7 +403,7 @@ def _find_hot_shares(kinds: Sequence[LayerKind], hot: float) -> list[float]:
     return [float(found / kind.count) for found, kind in zip(sums, kinds, strict=True)]
 
 
-def _score(problem: Problem, goal: Goal, memory_bytes: int, choices: Choices) -> float:
+def _score(problem: Problem, memory_bytes: int, choices: Choices) -> float:
     """Seconds or joules of a token and a part of a prompt's; infinite if it is too large."""
     described = lay_out(problem, choices, memory_bytes)
     if described is None:
@@ -413,7 +412,7 @@ def _score(problem: Problem, goal: Goal, memory_bytes: int, choices: Choices) ->
     token_s = described.head_s + problem.wish.batch * described.embedding_s
     token_s += sum(count * (cost.total_s + _READ_PART * cost.read_s) for count, cost in costs)
     token_s += _PROMPT_PART * _time_prompt_token(problem, choices)
-    if goal == "energy" and problem.rates.power_w is not None:
+    if problem.wish.objective == "energy" and problem.rates.power_w is not None:
         dense_s = sum(count * cost.dense_s for count, cost in costs)
         power_w = problem.rates.power_w
         more_w = max((problem.rates.both_w or 0.0) - power_w, 0.0)
