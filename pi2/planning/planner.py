@@ -343,12 +343,15 @@ WITHOUT = "none"
 def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
     """The faster of an MoE model's plan and the same with the wish's thresholds, if they fit."""
     wish, cost = planned.wish, planned.cost
-    usable = wish.thresholds is not None and wish.model.moe is not None
     is_whole = cost.inputs.rates.whole_unit is not None
-    if not usable or cost.settings.predictor != "router" or is_whole:
+    if wish.thresholds is None or wish.model.moe is None or is_whole:
+        return planned
+    if cost.settings.predictor != "router":
         return planned
     found = [(WITHOUT, planned)]
-    values = _cut_gates(planned)
+    values = copy.deepcopy(planned.values)
+    values["sparsity"] = wish.thresholds.describe_use(wish.thresholds_file)
+    values["decode"] |= {"predictor": "gate", "look_ahead": "none"}
 
     def resolve() -> ResolvedPlan:
         resolved = resolve_values(values, wish.device, wish.model)
@@ -369,22 +372,6 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
         tokens_s=tuple((label, item.cost.tokens_s) for label, item in found),
     )
     return replace(best, decisions=(*planned.decisions, decision))
-
-
-def _cut_gates(planned: PlannedPlan) -> dict[str, Any]:
-    """Values of the plan with the wish's thresholds."""
-    thresholds = planned.wish.thresholds
-    assert thresholds is not None
-    sparsity: dict[str, Any] = {"method": thresholds.method}
-    sparsity |= {"thresholds": planned.wish.thresholds_file}
-    if thresholds.max_perplexity_increase is None:
-        sparsity["target"] = thresholds.target
-    else:
-        sparsity["max_perplexity_increase"] = thresholds.max_perplexity_increase
-    whole = copy.deepcopy(planned.values)
-    whole["sparsity"] = sparsity
-    whole["decode"] |= {"predictor": "gate", "look_ahead": "none"}
-    return whole
 
 
 def trace_pareto(
