@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
+from pi2.costs.hotness import halve
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.parts import DenseObserver
@@ -325,14 +326,13 @@ def search_target(goal: Goal, attempt: Callable[[float], Trial]) -> list[Trial]:
     """Try the goal's target or, for a loss, halve the range that holds the largest target."""
     if goal.target is not None:
         return [attempt(goal.target)]
-    trials, low, high = [], 0.0, 1.0
-    for _ in range(TRIALS):
-        trial = attempt((low + high) / 2)
-        trials.append(trial)
-        if _keeps(trial, goal):
-            low = trial.thresholds.target
-        else:
-            high = trial.thresholds.target
+    trials: list[Trial] = []
+
+    def keeps(target: float) -> bool:
+        trials.append(attempt(target))
+        return _keeps(trials[-1], goal)
+
+    halve(0.0, 1.0, keeps, TRIALS)
     return trials
 
 

@@ -23,6 +23,7 @@ from pi2.costs.activity import (
 )
 from pi2.costs.cost import Cost, Description, cost_resolved, describe_plan
 from pi2.costs.cost_layer import cost_layer
+from pi2.costs.hotness import halve
 from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import LookAhead, find_range_bytes, read_stored
@@ -322,17 +323,15 @@ def _list_dense(problem: Problem, choices: Choices, memory_bytes: int) -> list[f
     model, least, most = problem.wish.model, LEAST_DENSE, 1.0
     if (memory := problem.wish.find_unit_memory(unit.name)) is not None:
         most = min(memory / (model.shape.layers * problem.layer_bytes), 1.0)
-    low, high = least, max(most, least)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        described = lay_out(problem, replace(choices, dense=middle), memory_bytes)
+
+    def is_ready_first(share: float) -> bool:
+        described = lay_out(problem, replace(choices, dense=share), memory_bytes)
         if described is None:
-            high = middle
-            continue
-        kind = max(described.kinds, key=lambda item: item.count)
-        cost = cost_layer(kind)
-        busy_s = cost.predict_s + cost.look_up_s + cost.compute_s
-        low, high = (middle, high) if cost.dense_s < busy_s else (low, middle)
+            return False
+        cost = cost_layer(max(described.kinds, key=lambda item: item.count))
+        return cost.dense_s < cost.predict_s + cost.look_up_s + cost.compute_s
+
+    low, high = halve(least, max(most, least), is_ready_first, _HALVINGS)
     return [least, max(low / 2, least), low, high, max(most, least)]
 
 
