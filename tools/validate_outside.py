@@ -212,10 +212,10 @@ def restate(description: Description, model: Model, settings: Mapping[str, Any])
     )
     chunk = settings.get("chunk", description.prompts.chunk)
     prompts = replace(description.prompts, chunk=chunk, together=chunk)
-    found = description.change_kinds(
-        lambda kind: replace(kind, settings=replace(kind.settings, sizes=sizes))
+    kinds = tuple(
+        replace(kind, settings=replace(kind.settings, sizes=sizes)) for kind in description.kinds
     )
-    return replace(found, prompts=prompts)
+    return replace(description, kinds=kinds, prompts=prompts)
 
 
 def make_plan(kind: str, device: str, model: str, settings: Mapping[str, Any]) -> ResolvedPlan:

@@ -173,10 +173,7 @@ def calibrate(plan: ChosenPlan, given: CalibrateOptions) -> None:
     write_atomically(named, write_document(thresholds).encode())
     user = given.new_plan or plan.path
     changes = describe_changes(
-        calibration.resolved,
-        thresholds,
-        calibration.goal,
-        os.path.relpath(named.resolve(), user.resolve().parent),
+        calibration.resolved, thresholds, os.path.relpath(named.resolve(), user.resolve().parent)
     )
     if given.new_plan is not None:
         text = write_overlay(refer_from(plan.path, given.new_plan), changes)

@@ -242,10 +242,6 @@ def unite_activity(activity: LayerActivity, batch: int) -> LayerActivity:
     )
 
 
-def _unite_all(found: Sequence[LayerActivity], batch: int) -> tuple[LayerActivity, ...]:
-    return tuple(unite_activity(item, batch) for item in found)
-
-
 @lru_cache(maxsize=512)
 def average_chances(hotness: Hotness) -> F64:
     """Mean chance [CLASSES] over tokens that use different numbers of neurons."""
@@ -269,7 +265,6 @@ def _make_layers(
 ) -> tuple[LayerActivity, ...]:
     if spread is None:
         _, spread = _read_model(model, "gate", Constants())
-
     layers = [
         LayerActivity(
             named=Hotness(active=share, spread=spread if share < 1.0 else 0.0),
@@ -292,7 +287,7 @@ def describe_activity(
 ) -> Described:
     """Activity of each layer for ``batch`` sequences, by the ``store``'s statistics, if any."""
     found, source = _describe_single(model, mode, store, constants)
-    return _unite_all(found, batch), source
+    return tuple(unite_activity(item, batch) for item in found), source
 
 
 def _describe_single(
@@ -379,7 +374,7 @@ def describe_shares(
     model: Model, shares: Sequence[tuple[float, float]], batch: int = 1
 ) -> tuple[LayerActivity, ...]:
     """Layers that compute a share of their neurons, and of these fire a part: (share, part)."""
-    return _unite_all(_make_layers(model, shares), batch)
+    return tuple(unite_activity(item, batch) for item in _make_layers(model, shares))
 
 
 @lru_cache(maxsize=512)

@@ -18,7 +18,6 @@ figures that vary from token to token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,9 +126,6 @@ class Description:
     def uses_dense(self) -> bool:
         """Whether a unit computes neurons densely next to the processor."""
         return self.rates.dense is not None and any(kind.dense_share > 0.0 for kind in self.kinds)
-
-    def change_kinds(self, change: Callable[[LayerKind], LayerKind]) -> Description:
-        return replace(self, kinds=tuple(map(change, self.kinds)))
 
     def find_core_share(self) -> float:
         """Part of its speed that the processor keeps: the less, the longer a token reads."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import ceil, comb, expm1
+from math import comb, expm1
 from typing import TYPE_CHECKING
 
 from pi2.costs.kernel_times import DenseUnit, Rates
@@ -131,7 +131,7 @@ def cost_counts(terms: LayerKind, counts: Counts, chance: float) -> LayerCost:
     ready_s = run_beside(steps, terms)
     if counts.missing > 0:
         if settings.stream is not None:
-            read_s = settings.stream.time_read(terms.streamed)
+            read_s = count_read_bytes(terms, counts) * settings.stream.byte_s
             before_s = terms.before_s + gathered_s + terms.gathers.call_s
             wait_s = settings.stream.time_wait(pieces, read_s, before_s, missing_s + calls_s)
         elif settings.reads is not None:
@@ -289,7 +289,7 @@ class PromptLayer:
     """Layers that are alike."""
     streamed_s: float = 0.0
     """Arithmetic of the read pieces, and of the pieces computed in between, all together."""
-    pieces: int = 0
+    pieces: float = 0.0
     read_s: float = 0.0
     """Reading all pieces."""
     read_bytes: float = 0.0
@@ -429,7 +429,7 @@ def _describe_layer(
     return PromptLayer(
         before_s=before_s,
         streamed_s=slow * ffn_s * streamed,
-        pieces=ceil(absent / stream.neurons - 1e-9),
+        pieces=stream.count_pieces(absent),
         read_s=size * stream.byte_s,
         read_bytes=size,
         count=kind.count,

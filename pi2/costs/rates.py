@@ -166,9 +166,6 @@ class _Reader:
     def _read_types(
         self, bandwidth: float, norm_s: float
     ) -> dict[tuple[KvType, ActivationType], dict[Step, Linear]]:
-        measured = {(item.kv, item.activations) for item in self._cpu.kernels}
-        if measured <= {("fp16", "int16")}:
-            return {}
         return {
             (kv, activations): _read_steps(
                 KernelTimes(

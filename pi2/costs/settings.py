@@ -153,10 +153,6 @@ class Stream:
         first = each_s - self.overlap * min(before_s + piece_s, each_s)
         return first + (pieces - 1.0) * (each_s - self.overlap * min(piece_s, each_s))
 
-    def time_read(self, absent: float) -> float:
-        """Seconds of reading ``absent`` neurons, nothing else going on."""
-        return absent * self.stride * self.byte_s
-
 
 def find_stream(resolved: ResolvedPlan, rates: Rates) -> Stream:
     """The stream of a plan's layers; ``UserError`` P351 where reads were not measured."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pi2.backends.executor import Executor
 from pi2.backends.protocol import BuildRequest
+from pi2.costs.hotness import halve
 from pi2.diagnostics import UserError
 from pi2.engine.layer_model import DenseObserver
 from pi2.engine.loaded_model import LoadedModel
@@ -72,15 +73,10 @@ _KIB = 1024
 
 
 def describe_changes(
-    resolved: ResolvedPlan, thresholds: Thresholds, goal: Goal, file: str
+    resolved: ResolvedPlan, thresholds: Thresholds, file: str
 ) -> dict[str, object]:
     """Changes of the plan for ``thresholds`` in ``file``: gates first, and room for them."""
-    sparsity: dict[str, object] = {"method": goal.method}
-    if goal.target is not None:
-        sparsity["target"] = goal.target
-    if goal.max_increase is not None:
-        sparsity["max_perplexity_increase"] = goal.max_increase
-    sparsity["thresholds"] = file
+    sparsity = thresholds.describe_use(file)
     plan = resolved.plan.model_copy(
         update={
             "decode": resolved.plan.decode.model_copy(update={"predictor": "gate"}),
@@ -223,9 +219,7 @@ def calibrate_thresholds(
     _check_error(chosen, chosen_goal)
     progress("timing both plans", 0.0)
     # One after the other: the machine may have had other work during the trials.
-    changes = describe_changes(
-        found.resolved, chosen.thresholds, chosen_goal, "not-yet.thresholds.toml"
-    )
+    changes = describe_changes(found.resolved, chosen.thresholds, "not-yet.thresholds.toml")
     with load(plan, set={**settings, **changes}, thresholds=chosen.thresholds) as model:
         tokens_per_s = _time_tokens(model, found.held_out[0])
     with load(plan, set=dense_settings, thresholds="none") as model:
@@ -294,7 +288,8 @@ class _Job:
                 dense = score_windows(model, windows, "prefill", partial(self.progress, "dense"))
                 self.kept.note_scores("dense", dense)
             tokens = sum(len(window.tokens) for window in cut)
-            return _Observed(model.plan, observer.list_layers(), tokens, windows, dense)
+            found = [layers[number] for number in sorted(layers)]
+            return _Observed(model.plan, found, tokens, windows, dense)
 
     def measure(self, thresholds: Thresholds, found: _Observed, label: str) -> Trial:
         """Generate over held-out windows with ``thresholds``, until the error is small."""
@@ -302,7 +297,7 @@ class _Job:
         if kept := self.kept.find_scores(name):
             scores, figures = kept
             return _describe(thresholds, scores, found.dense, figures)
-        changes = describe_changes(found.resolved, thresholds, self.goal, "not-yet.thresholds.toml")
+        changes = describe_changes(found.resolved, thresholds, "not-yet.thresholds.toml")
         pieces: list[Scores] = []
         with load(
             self.plan,
@@ -331,14 +326,13 @@ def search_target(goal: Goal, attempt: Callable[[float], Trial]) -> list[Trial]:
     """Try the goal's target or, for a loss, halve the range that holds the largest target."""
     if goal.target is not None:
         return [attempt(goal.target)]
-    trials, low, high = [], 0.0, 1.0
-    for _ in range(TRIALS):
-        trial = attempt((low + high) / 2)
-        trials.append(trial)
-        if _keeps(trial, goal):
-            low = trial.thresholds.target
-        else:
-            high = trial.thresholds.target
+    trials: list[Trial] = []
+
+    def keeps(target: float) -> bool:
+        trials.append(attempt(target))
+        return _keeps(trials[-1], goal)
+
+    halve(0.0, 1.0, keeps, TRIALS)
     return trials
 
 

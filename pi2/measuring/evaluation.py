@@ -23,6 +23,7 @@ from pi2.measuring.texts import (
     Window,
     compute_log_chances,
     compute_losses,
+    iterate_scored,
     score_windows,
 )
 from pi2.orchestrator import load
@@ -57,9 +58,9 @@ class Run:
     """Mean loss minus the dense run's, in nats."""
     loss_change_error: float
     """Standard error of ``loss_change``, token by token."""
-    predicted: float | None
+    predicted: float | None = None
     """Share of neurons that were computed; None where all were."""
-    active: float | None
+    active: float | None = None
     """Share of neurons with a non-zero activation among all, if only some were computed."""
     replaced: float | None = None
     """Share of routing weight moved to experts in memory; None if routing is exact."""
@@ -228,8 +229,8 @@ def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progr
     scores = score_windows(model, text.windows, mode, lambda share: progress(name, share))
     counted = model.stats - before
     predictor = model.plan.plan.decode.predictor if mode == "decode" else "none"
-    shares = (counted.predicted_share, counted.active_share)
-    found = _describe(model, name, predictor, scores, text, shares)
+    found = _describe(model, name, predictor, scores, text)
+    found = replace(found, predicted=counted.predicted_share, active=counted.active_share)
     if mode == "prefill":
         return found
     tokens = sum(len(window.tokens) - 1 for window in text.windows)
@@ -243,14 +244,7 @@ def _run(model: LoadedModel, name: str, mode: Mode, text: _Text, progress: Progr
     )
 
 
-def _describe(
-    model: LoadedModel,
-    name: str,
-    predictor: str,
-    scores: Scores,
-    text: _Text,
-    shares: tuple[float | None, float | None] = (None, None),
-) -> Run:
+def _describe(model: LoadedModel, name: str, predictor: str, scores: Scores, text: _Text) -> Run:
     change = scores.losses - text.dense.losses
     return Run(
         name=name,
@@ -262,8 +256,6 @@ def _describe(
         agreement=float((scores.choices == text.dense.choices).mean()),
         loss_change=float(change.mean()),
         loss_change_error=float(change.std() / np.sqrt(len(change))),
-        predicted=shares[0],
-        active=shares[1],
     )
 
 
@@ -362,14 +354,12 @@ def score_beside(
             again = _ask_peer(peer, given[:_FLOOR_TOKENS], 1)
             same = again.argmax(-1) == theirs[: len(again)].argmax(-1)
             floor = float(_diverge(theirs[: len(again)], again).mean()), float(same.mean())
-        targets, done = np.array(window.tokens, np.int64), 0
-        for logits in model.iterate_logits(given):
-            first = max(0, window.first_scored - 1 - done)
-            rows = theirs[done + first : done + len(logits)]
-            losses.append(compute_losses(rows, targets[done + first + 1 : done + len(logits) + 1]))
+        scored = theirs[window.first_scored - 1 :]
+        for logits, targets in iterate_scored(model, window, "prefill"):
+            rows, scored = np.split(scored, [len(logits)])
+            losses.append(compute_losses(rows, targets))
             choices.append(rows.argmax(-1))
-            divergences.append(_diverge(rows, logits[first:, : rows.shape[1]]))
-            done += len(logits)
+            divergences.append(_diverge(rows, logits[:, : rows.shape[1]]))
         progress((number + 1) / len(windows))
     peer.close()
     scores = Scores(np.concatenate(losses), np.concatenate(choices))

@@ -177,9 +177,6 @@ class MagnitudeObserver:
             found.tokens[expert] += values.shape[1]
             histogram.add(values)
 
-    def list_layers(self) -> list[LayerMagnitudes]:
-        return [self.layers[layer] for layer in sorted(self.layers)]
-
 
 def _find_coarse(magnitudes: F32) -> I64:
     bits = np.ascontiguousarray(magnitudes, np.float32).view(np.uint32) >> _COARSE_SHIFT

@@ -238,19 +238,23 @@ def score_windows(
     """Score ``windows`` densely (``prefill``) or as a generation does (``decode``)."""
     losses, choices = [], []
     for number, window in enumerate(windows):
-        tokens = np.array(window.tokens, np.int64)
-        done = 0
-        # The last token has nothing to predict.
-        for logits in model.iterate_logits(window.tokens[:-1], mode=mode):
-            skipped = max(0, window.first_scored - 1 - done)
-            targets = tokens[done + 1 : done + 1 + len(logits)]
-            done += len(logits)
-            for start in range(skipped, len(logits), _ROWS):
+        for logits, targets in iterate_scored(model, window, mode):
+            for start in range(0, len(logits), _ROWS):
                 rows = slice(start, start + _ROWS)
                 losses.append(compute_losses(logits[rows], targets[rows]))
                 choices.append(logits[rows].argmax(-1))
         progress((number + 1) / len(windows))
     return Scores(np.concatenate(losses), np.concatenate(choices))
+
+
+def iterate_scored(model: LoadedModel, window: Window, mode: Mode) -> Iterator[tuple[F32, I64]]:
+    """Logits [n, vocab] of the scored tokens of ``window``, and these tokens [n], in order."""
+    tokens, done = np.array(window.tokens, np.int64), 0
+    # The last token has nothing to predict.
+    for logits in model.iterate_logits(window.tokens[:-1], mode=mode):
+        first = max(0, window.first_scored - 1 - done)
+        yield logits[first:], tokens[done + first + 1 : done + 1 + len(logits)]
+        done += len(logits)
 
 
 def compute_losses(logits: F32, targets: I64) -> F64:

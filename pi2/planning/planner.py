@@ -34,7 +34,7 @@ from pi2.planning.refinement import (
     needs_rewriting,
     refine_values,
 )
-from pi2.planning.search import Goal, Problem, count_least, find_best, list_predictors, pose_problem
+from pi2.planning.search import Problem, count_least, find_best, list_predictors, pose_problem
 from pi2.planning.wish import (
     Wish,
     check_device_memory,
@@ -130,10 +130,10 @@ def _plan_within(
         divided = _plan_divided(wish, progress, {} if posed is None else posed)
     except UserError:
         # Whatever the processor lacks, it is not needed.
-        if whole is None or score_plan(wish, whole)[0] > 0.0:
+        if whole is None or score_plan(whole)[0] > 0.0:
             raise
         return whole
-    if whole is None or score_plan(wish, divided) <= score_plan(wish, whole):
+    if whole is None or score_plan(divided) <= score_plan(whole):
         return divided
     others = ((f"{whole.resolved.sparse_unit} alone", whole), ("the CPU and another unit", divided))
     speeds = tuple((name, item.cost.tokens_s) for name, item in others)
@@ -168,7 +168,7 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
                 found.append(PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost))
     if not found:
         return None
-    best = min(found, key=lambda item: score_plan(wish, item))
+    best = min(found, key=score_plan)
     rates = read_whole_rates(wish.device, best.resolved.sparse_unit)
     return finish_plan(wish, best.values, best.resolved, rates)
 
@@ -211,10 +211,9 @@ def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
             problems.append(problem)
             near = list(_list_near(problem))
             if near:
-                nearest = min(near, key=lambda item: score_plan(wish, item))
-                found.append(refine_plan(problem, nearest))
+                found.append(refine_plan(problem, min(near, key=score_plan)))
         if found:
-            chosen = min(found, key=lambda item: score_plan(wish, item))
+            chosen = min(found, key=score_plan)
             other = next((item for item in found if item is not chosen), None)
             left_out = tuple(_list_left_out(wish, chosen, other))
             best.append(replace(chosen, left_out=left_out))
@@ -236,7 +235,7 @@ def _choose_layout(
     """The best plan over layouts; the store's or the converter's layout is preferred."""
 
     def score(item: PlannedPlan) -> tuple[float, float]:
-        slow, value = score_plan(wish, item)
+        slow, value = score_plan(item)
         if needs_rewriting(item.resolved.bundle, stored):
             value *= 1.0 + REWRITE_GAIN
         return slow, value
@@ -279,34 +278,26 @@ def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -
         yield f"{name} is left out: {why}."
 
 
-def choose_goal(wish: Wish) -> Goal:
-    if wish.objective == "energy":
-        return "energy"
-    return "memory" if wish.memory_bytes is None or wish.objective == "memory" else "time"
-
-
-def score_plan(wish: Wish, item: PlannedPlan) -> tuple[float, float]:
-    cost, memory = item.cost, float(item.resolved.plan.memory.budget)
+def score_plan(item: PlannedPlan) -> tuple[float, float]:
+    """How far a plan is from its wish's speed, then from what the wish wants; less is better."""
+    wish, cost = item.wish, item.cost
     slow = max((wish.tokens_s or 0.0) - item.promised_tokens_s, 0.0)
-    match choose_goal(wish):
-        case "time":
-            # Prompts are many times faster with it.
-            return slow, cost.token_s * (
-                1.0 - _PROMPTS_WORTH * any(layer.dense_s > 0.0 for layer in item.cost.layers)
-            )
-        case "memory":
-            return slow, memory + cost.token_s
-        case "energy":
-            return slow, cost.token_j or cost.token_s
+    if wish.saves_memory:
+        return slow, float(item.resolved.plan.memory.budget) + cost.token_s
+    if wish.objective == "energy":
+        return slow, cost.token_j or cost.token_s
+    # Prompts are many times faster with another unit.
+    worth = _PROMPTS_WORTH * any(layer.dense_s > 0.0 for layer in cost.layers)
+    return slow, cost.token_s * (1.0 - worth)
 
 
 def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
     """Plans of the search's best choices, one for each way to find neurons."""
-    wish, goal = problem.wish, choose_goal(problem.wish)
-    memory = count_least(problem)[0][0] if goal == "memory" else wish.memory_bytes
+    wish = problem.wish
+    memory = count_least(problem)[0][0] if wish.saves_memory else wish.memory_bytes
     if memory is None or memory > (wish.memory_bytes or memory):
         return
-    for choices, described in find_best(problem, goal, memory):
+    for choices, described in find_best(problem, memory):
         # The search rounds otherwise: in a hair's breadth there may be no plan.
         with suppress(Shortage):
             values = write_values(problem, choices, described, memory)
@@ -316,10 +307,9 @@ def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
 
 def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
     wish = planned.wish
-    energy = choose_goal(wish) == "energy"
 
     def score(cost: Cost) -> float:
-        return (cost.token_j if energy else None) or cost.token_s
+        return (cost.token_j if wish.objective == "energy" else None) or cost.token_s
 
     values, decisions = refine_values(problem, planned.values, score)
     resolved = resolve_values(values, wish.device, wish.model)
@@ -353,12 +343,15 @@ WITHOUT = "none"
 def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
     """The faster of an MoE model's plan and the same with the wish's thresholds, if they fit."""
     wish, cost = planned.wish, planned.cost
-    usable = wish.thresholds is not None and wish.model.moe is not None
     is_whole = cost.inputs.rates.whole_unit is not None
-    if not usable or cost.settings.predictor != "router" or is_whole:
+    if wish.thresholds is None or wish.model.moe is None or is_whole:
+        return planned
+    if cost.settings.predictor != "router":
         return planned
     found = [(WITHOUT, planned)]
-    values = _cut_gates(planned)
+    values = copy.deepcopy(planned.values)
+    values["sparsity"] = wish.thresholds.describe_use(wish.thresholds_file)
+    values["decode"] |= {"predictor": "gate", "look_ahead": "none"}
 
     def resolve() -> ResolvedPlan:
         resolved = resolve_values(values, wish.device, wish.model)
@@ -371,7 +364,7 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
         own = finish_plan(wish, values, resolve())
         own = replace(own, left_out=planned.left_out, layout=planned.layout)
         found.append(("all gates in memory", own))
-    found.sort(key=lambda item: score_plan(wish, item[1]))
+    found.sort(key=lambda item: score_plan(item[1]))
     chosen, best = found[0]
     decision = Decision(
         key="sparsity",
@@ -379,22 +372,6 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
         tokens_s=tuple((label, item.cost.tokens_s) for label, item in found),
     )
     return replace(best, decisions=(*planned.decisions, decision))
-
-
-def _cut_gates(planned: PlannedPlan) -> dict[str, Any]:
-    """Values of the plan with the wish's thresholds."""
-    thresholds = planned.wish.thresholds
-    assert thresholds is not None
-    sparsity: dict[str, Any] = {"method": thresholds.method}
-    sparsity |= {"thresholds": planned.wish.thresholds_file}
-    if thresholds.max_perplexity_increase is None:
-        sparsity["target"] = thresholds.target
-    else:
-        sparsity["max_perplexity_increase"] = thresholds.max_perplexity_increase
-    whole = copy.deepcopy(planned.values)
-    whole["sparsity"] = sparsity
-    whole["decode"] |= {"predictor": "gate", "look_ahead": "none"}
-    return whole
 
 
 def trace_pareto(

@@ -18,6 +18,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
 from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
 from pi2.planning.search import Problem
+from pi2.planning.wish import list_split_units
 
 MOST_PADDING = 1.25
 """Ratio of a page's to a block's distance that is not worth a plan: small neurons."""
@@ -229,9 +230,7 @@ def _offer(key: str, values: Sequence[int | str]) -> tuple[str, _Options]:
 def _has_two_reads(problem: Problem, values: Values) -> bool:
     """Whether a neuron may be read in two parts by an engine that other units need as well."""
     units = problem.wish.device.units
-    layers = values["layers"]
-    splits = [layers["split"], *(item.get("split", {}) for item in layers.get("overrides", ()))]
-    if all(units[name].kind == "cpu" for split in splits for name in split):
+    if all(units[name].kind == "cpu" for name in list_split_units(values["layers"])):
         return False
     bundle = problem.bundle
     block = find_block_bytes(problem.wish.device)

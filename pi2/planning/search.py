@@ -23,6 +23,7 @@ from pi2.costs.activity import (
 )
 from pi2.costs.cost import Cost, Description, cost_resolved, describe_plan
 from pi2.costs.cost_layer import cost_layer
+from pi2.costs.hotness import halve
 from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import LookAhead, find_range_bytes, read_stored
@@ -37,7 +38,6 @@ from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.wish import LEAST_DENSE, Wish, divide_rest, make_plan_values
 
-Goal = Literal["time", "memory", "energy"]
 Place = Literal["resident", "flash"]
 _CACHE_SHARES = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9)
 """Parts of the neurons in memory that may be a cache."""
@@ -260,13 +260,13 @@ def count_least(problem: Problem) -> list[tuple[int, Choices]]:
     return sorted(found, key=lambda item: item[0])
 
 
-def find_best(problem: Problem, goal: Goal, memory_bytes: int) -> list[tuple[Choices, Description]]:
+def find_best(problem: Problem, memory_bytes: int) -> list[tuple[Choices, Description]]:
     """The best choices of each predictor within a memory, the best first."""
     ranked = []
     for start in list_least(problem):
         if problem.rates.dense is not None:
             start = replace(start, cached=_list_cached(start.predictor)[0], dense=LEAST_DENSE)
-        score = partial(_score, problem, goal, memory_bytes)
+        score = partial(_score, problem, memory_bytes)
         best, least = start, score(start)
         for _ in range(_ROUNDS):
             before = best
@@ -323,17 +323,15 @@ def _list_dense(problem: Problem, choices: Choices, memory_bytes: int) -> list[f
     model, least, most = problem.wish.model, LEAST_DENSE, 1.0
     if (memory := problem.wish.find_unit_memory(unit.name)) is not None:
         most = min(memory / (model.shape.layers * problem.layer_bytes), 1.0)
-    low, high = least, max(most, least)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        described = lay_out(problem, replace(choices, dense=middle), memory_bytes)
+
+    def is_ready_first(share: float) -> bool:
+        described = lay_out(problem, replace(choices, dense=share), memory_bytes)
         if described is None:
-            high = middle
-            continue
-        kind = max(described.kinds, key=lambda item: item.count)
-        cost = cost_layer(kind)
-        busy_s = cost.predict_s + cost.look_up_s + cost.compute_s
-        low, high = (middle, high) if cost.dense_s < busy_s else (low, middle)
+            return False
+        cost = cost_layer(max(described.kinds, key=lambda item: item.count))
+        return cost.dense_s < cost.predict_s + cost.look_up_s + cost.compute_s
+
+    low, high = halve(least, max(most, least), is_ready_first, _HALVINGS)
     return [least, max(low / 2, least), low, high, max(most, least)]
 
 
@@ -404,7 +402,7 @@ def _find_hot_shares(kinds: Sequence[LayerKind], hot: float) -> list[float]:
     return [float(found / kind.count) for found, kind in zip(sums, kinds, strict=True)]
 
 
-def _score(problem: Problem, goal: Goal, memory_bytes: int, choices: Choices) -> float:
+def _score(problem: Problem, memory_bytes: int, choices: Choices) -> float:
     """Seconds or joules of a token and a part of a prompt's; infinite if it is too large."""
     described = lay_out(problem, choices, memory_bytes)
     if described is None:
@@ -413,7 +411,7 @@ def _score(problem: Problem, goal: Goal, memory_bytes: int, choices: Choices) ->
     token_s = described.head_s + problem.wish.batch * described.embedding_s
     token_s += sum(count * (cost.total_s + _READ_PART * cost.read_s) for count, cost in costs)
     token_s += _PROMPT_PART * _time_prompt_token(problem, choices)
-    if goal == "energy" and problem.rates.power_w is not None:
+    if problem.wish.objective == "energy" and problem.rates.power_w is not None:
         dense_s = sum(count * cost.dense_s for count, cost in costs)
         power_w = problem.rates.power_w
         more_w = max((problem.rates.both_w or 0.0) - power_w, 0.0)

@@ -15,6 +15,7 @@ from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, write_table
+from pi2.planning.wish import find_device_memory
 from pi2.progress import Progress
 from pi2.ray_cluster import import_ray, start_ray
 from pi2.sharing.fetching import write_atomically
@@ -133,7 +134,7 @@ def list_cells(
     """The grid, devices outermost; memories that a device does not have are left out."""
     cells = []
     for device in devices:
-        room = device.memory.usable or device.memory.capacity
+        room = find_device_memory(device)
         for model in models:
             for memory in memories:
                 if room is None or memory <= room:

@@ -72,17 +72,22 @@ def read_document(reference: str, kind: Kind) -> Report:
     return report
 
 
+def find_cpu(device: Device) -> str:
+    """The name of the device's processor; UserError P026 without one."""
+    for name, unit in device.units.items():
+        if unit.kind == "cpu":
+            return name
+    raise UserError.of(
+        "P026",
+        f"the device {device.id} has no CPU",
+        help="add a unit of the kind cpu to the device",
+    )
+
+
 def make_plan_values(
     wish: Wish, *, predictor: str, kv: str, chunk: int, bundle: BundleLayout
 ) -> dict[str, Any]:
     """A plan without sizes; UserError P026 for a device without a CPU."""
-    unit = next((name for name, item in wish.device.units.items() if item.kind == "cpu"), None)
-    if unit is None:
-        raise UserError.of(
-            "P026",
-            f"the device {wish.device.id} has no CPU",
-            help="add a unit of the kind cpu to the device",
-        )
     return {
         "schema_version": SCHEMA_VERSION,
         "device": wish.device.id,
@@ -91,7 +96,7 @@ def make_plan_values(
         "memory": {"budget": "1 B", "segments": dict.fromkeys(Segments.model_fields, "0 B")},
         "bundle": {"stride": format_bytes(bundle.stride)}
         | ({} if bundle.scales == "inline" else {"scales": bundle.scales}),
-        "layers": {"split": {unit: 1.0}, "hot": 0.0},
+        "layers": {"split": {find_cpu(wish.device): 1.0}, "hot": 0.0},
         "prefill": {"chunk": chunk},
         "decode": {"predictor": predictor, "batch": wish.batch},
         "kv": {"type": kv, "context": wish.context},
@@ -128,6 +133,13 @@ class Wish:
     """Thresholds for an MoE model's experts, which a plan may use where it is faster with them."""
     thresholds_file: str = ""
     """Their file, as the plan is to name it."""
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether the smallest plan is the best: always where no memory is stated."""
+        if self.objective == "energy":
+            return False
+        return self.memory_bytes is None or self.objective == "memory"
 
     def find_unit_memory(self, name: str) -> int | None:
         """Bytes of a unit's own memory that a plan may use; None where it uses main memory."""
@@ -172,8 +184,7 @@ def divide_rest(wish: Wish, rates: Rates, values: dict[str, Any]) -> None:
     unit, share = rates.dense, rates.fair_share
     if unit is None or share <= 0.0:
         return
-    cpu = next(n for n, item in wish.device.units.items() if item.kind == "cpu")
-    split = {unit.name: share, cpu: round(1.0 - share, 2)}
+    split = {unit.name: share, find_cpu(wish.device): round(1.0 - share, 2)}
     values["projections"] = {"attention": split, "head": split}
     if unit.ops_s is not None:
         values["prefill"]["unit"] = unit.name
@@ -189,8 +200,7 @@ def _write_layers(
     problem: Problem, hots: Sequence[float], denses: Sequence[float]
 ) -> dict[str, Any]:
     """Values of ``[layers]``: the most frequent settings, and overrides for the others."""
-    cpu = next(n for n, unit in problem.wish.device.units.items() if unit.kind == "cpu")
-    unit = problem.rates.dense
+    cpu, unit = find_cpu(problem.wish.device), problem.rates.dense
 
     def split(dense: float) -> dict[str, float]:
         if unit is None or dense <= 0.0:

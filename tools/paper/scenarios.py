@@ -56,13 +56,15 @@ def read_scenario(scenario: Scenario, constants: Constants | None = None) -> Des
     """Describe a scenario; ``UserError`` names what the device lacks."""
     found = SYSTEMS[scenario.system](scenario, constants or Constants())
     if scenario.batch > 1:
-        found = found.change_kinds(
-            lambda kind: replace(
+        kinds = tuple(
+            replace(
                 kind,
                 activity=unite_activity(kind.activity, scenario.batch),
                 settings=replace(kind.settings, batch=scenario.batch),
             )
+            for kind in found.kinds
         )
+        found = replace(found, kinds=kinds)
     return replace(found, name=f"{scenario.system}: {found.name}")
 
 
@@ -98,14 +100,16 @@ def _activate(found: Description, named: Hotness) -> Description:
 
 def _use_cpu_only(found: Description) -> Description:
     rates = replace(found.rates, dense=None)
-    return found.change_kinds(
-        lambda kind: replace(
+    kinds = tuple(
+        replace(
             kind,
             dense=0.0,
             rates=rates,
             settings=replace(kind.settings, attention_share=0.0, head_share=0.0),
         )
+        for kind in found.kinds
     )
+    return replace(found, kinds=kinds)
 
 
 def _keep(found: Description, *, dense: float, hot: float, cold: float) -> Description:

@@ -55,6 +55,14 @@ class Thresholds(Document):
     perplexity_after: float | None = None
     """Perplexity on the same text as tokens are generated with these thresholds."""
     layers: Annotated[tuple[LayerThresholds, ...], Field(min_length=1, max_length=1024)]
+
+    def describe_use(self, file: str) -> dict[str, object]:
+        """Values of a plan's table ``[sparsity]`` with these thresholds, which ``file`` has."""
+        goal = {"target": self.target}
+        if self.max_perplexity_increase is not None:
+            goal = {"max_perplexity_increase": self.max_perplexity_increase}
+        return {"method": self.method, **goal, "thresholds": file}
+
     """The first layer first."""
 
     @property
