@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from pydantic import BaseModel
-
 from pi2.fitting import count_unit_needs
 from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
 from pi2.plan.arithmetic.sizes import describe_owners, name_memory
-from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type
+from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type, is_table
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.quantities import (
     approximate_bytes,
@@ -144,9 +142,9 @@ def write_tables(
     for key, value in values.items():
         if path[:1] == ("blocks",):
             yield f"{write_key(key)} = {write_value(value)}"
-        elif _is_model(find_type(root, (*path, key))) or _holds_models(root, (*path, key), value):
+        elif is_table(find_type(root, (*path, key))) or _holds_models(root, (*path, key), value):
             tables[key] = [value]
-        elif isinstance(value, list) and value and _is_model(find_type(root, (*path, key, 0))):
+        elif isinstance(value, list) and value and is_table(find_type(root, (*path, key, 0))):
             tables[key] = value
         else:
             line = f"{write_key(key)} = {write_value(value)}"
@@ -166,13 +164,7 @@ def write_tables(
 
 def _holds_models(root: type[Document], path: KeyPath, value: object) -> bool:
     """Whether a table with names of the user's has tables in it, such as a device's units."""
-    return isinstance(value, dict) and any(
-        _is_model(find_type(root, (*path, key))) for key in value
-    )
-
-
-def _is_model(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return isinstance(value, dict) and any(is_table(find_type(root, (*path, key))) for key in value)
 
 
 _SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {

@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -286,6 +289,15 @@ def _make_type(
         PlainSerializer(write or partial(format_quantity, units=units), return_type=str),
         WithJsonSchema(schema),
     ]
+
+
+def find_quantity(field: "FieldInfo") -> dict[str, Any] | None:
+    """The JSON Schema of a field's quantity; None if it has another type."""
+    found = [*field.metadata]
+    for option in get_args(field.annotation):  # Bytes | None
+        found += get_args(option)[1:] if get_origin(option) is Annotated else ()
+    schemas = (item.json_schema for item in found if isinstance(item, WithJsonSchema))
+    return next((dict(schema) for schema in schemas if schema is not None), None)
 
 
 def _convert_bytes(value: Fraction) -> int:

@@ -17,12 +17,14 @@ from pi2.plan.documents.common import (
     MAX_COMPARED,
     SCHEMA_VERSION,
     Document,
+    find_field,
     find_type,
+    is_table,
     list_known_keys,
     suggest,
 )
 from pi2.plan.documents.model_mixing import LAYER_CHOICE, LAYER_KIND
-from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.documents.quantities import find_quantity, format_bytes
 from pi2.plan.toml.source import MAX_SHOWN, SourceFile, limit_findings
 from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
 
@@ -324,23 +326,15 @@ def _suggest_line(document: type[BaseModel], path: KeyPath) -> str | None:
     name = path[-1]
     if get_origin(wanted) is Literal:
         return f"one of {_join(get_args(wanted))}"
-    if isinstance(wanted, type) and issubclass(wanted, BaseModel):
+    if is_table(wanted):
         required = [key for key, field in wanted.model_fields.items() if field.is_required()]
         needs = f" with {_join(required)}" if required else ""
         return f"add a table `[{format_path(path)}]`{needs}"
-    if wanted is int and _is_quantity(document, path):
+    field = find_field(document, path)
+    if wanted is int and field is not None and find_quantity(field) is not None:
         return f'for example `{name} = "4 MiB"`'
-    parent = find_type(document, path[:-1])
-    examples = parent.model_fields[name].examples if hasattr(parent, "model_fields") else None
+    examples = None if field is None else field.examples
     return f"for example `{name} = {write_value(examples[0])}`" if examples else None
-
-
-def _is_quantity(document: type[BaseModel], path: KeyPath) -> bool:
-    parent = find_type(document, path[:-1])
-    if not (isinstance(parent, type) and issubclass(parent, BaseModel)):
-        return False
-    field = parent.model_fields.get(str(path[-1]))
-    return field is not None and any("Before" in type(item).__name__ for item in field.metadata)
 
 
 def _explain_unknown(source: SourceFile, document: type[BaseModel], path: KeyPath) -> Diagnostic:
