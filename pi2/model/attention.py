@@ -290,7 +290,7 @@ def list_latent_tensors(
     rank, heads = latent.query_rank, own.heads
     if rank is not None:
         yield at.vector("latent_query_norm", fill_groups(rank), at.take("latent_query_norm", rank))
-    yield at.vector("latent_norm", latent.rank, at.take("latent_norm", latent.rank))
+    yield at.copy_vector("latent_norm", latent.rank)
     if rank is not None:
         rows = heads * latent.key
         made = at.take("latent_query_out", rows, rank, rows=_order_queries(own, latent))
@@ -327,13 +327,12 @@ def list_pooled_tensors(
     if own.block:
         sizes |= {"pool_values": (width, hidden), "pool_gates": (width, hidden)}
         vectors |= {"pool_norm": own.head_dim}
-        bias = at.take("pool_bias", own.block, width)
-        yield at.vector("pool_bias", width, bias, rows=own.block)
+        yield at.copy_vector("pool_bias", width, own.block)
     for key, (rows, length) in sizes.items():
         stored = at.model.shape.stored_hidden if key == "output" else rows
         yield at.matrix(key, stored, fill_groups(length), at.take(key, rows, length))
     for key, length in vectors.items():
-        yield at.vector(key, length, at.take(key, length))
+        yield at.copy_vector(key, length)
 
 
 def list_index_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
@@ -354,8 +353,7 @@ def list_index_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
     for key in vectors:
         yield at.vector(key, index.width, at.take(key, index.width, rows=inside))
     if of_tokens:
-        source = at.take("index_weights", index.heads, hidden)
-        yield at.matrix("index_weights", index.heads, stored, source)
+        yield at.copy("index_weights", index.heads, hidden)
 
 
 def _order_index(own: Attention, index: model_mixing.Index) -> Sequence[int]:
