@@ -17,7 +17,7 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.reading.block_entries import gather_blocks, list_entries
 from pi2.plan.toml.source import SourceFile
-from pi2.plan.toml.text import KeyPath, write_key, write_value
+from pi2.plan.toml.text import KeyPath, look_up, write_key, write_value
 
 Comment = Callable[[KeyPath], str | None]
 
@@ -58,13 +58,11 @@ def write_document(
 
 def _find_formula(source: SourceFile, path: KeyPath) -> str | None:
     """How a data sheet's figure was converted."""
-    stated: Any = source.values
-    for key in path:
-        stated = stated.get(key) if isinstance(stated, dict) else stated[key]
-        if stated is None:
-            return None
-    found = isinstance(stated, str) and (explain_rate(stated) or explain_giga_ops(stated))
-    if isinstance(stated, str) and stated.rstrip().endswith("IOPS"):
+    stated = look_up(source.values, path)
+    if not isinstance(stated, str):
+        return None
+    found = explain_rate(stated) or explain_giga_ops(stated)
+    if stated.rstrip().endswith("IOPS"):
         return f"{stated} x block"
     return found[1] if found else None
 

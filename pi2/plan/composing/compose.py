@@ -30,7 +30,6 @@ from pi2.plan.composing.trees import (
     extract_values,
     find_node,
     list_names,
-    look_up,
     merge_trees,
     remove_node,
 )
@@ -53,7 +52,7 @@ from pi2.plan.reading.references import (
 )
 from pi2.plan.reading.schema_check import check_version
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind
-from pi2.plan.toml.text import KeyPath, format_path, write_value
+from pi2.plan.toml.text import KeyPath, format_path, look_up, write_value
 
 MAX_DEPTH = 8
 """Longest chain of documents that extend one another."""
@@ -174,15 +173,7 @@ class _Composer:
     def report(
         self, source: SourceFile, path: KeyPath, code: str, message: str, help: str | None = None
     ) -> None:
-        self.result.diagnostics.append(
-            Diagnostic(
-                code=code,
-                message=message,
-                help=help,
-                span=source.spans.find_value(path),
-                path=format_path(path),
-            )
-        )
+        self.result.diagnostics.append(source.report(code, path, message, help))
 
     def report_alone(self, source: SourceFile) -> None:
         for key in ("inherit", "remove"):

@@ -391,14 +391,3 @@ class ComposedFile(SourceFile):
     @cached_property
     def spans(self) -> Places:
         return ComposedPlaces(self.tree, self.replaced)
-
-
-def look_up(values: Any, path: Sequence[str | int]) -> Any:
-    """The value at ``path`` in plain values; None where there is none (TOML has no null)."""
-    for part in path:
-        is_key = isinstance(values, dict) and part in values
-        is_index = isinstance(values, list) and isinstance(part, int) and 0 <= part < len(values)
-        if not (is_key or is_index):
-            return None
-        values = values[part]
-    return values
