@@ -1,42 +1,17 @@
 """What rules work with: the facts of a plan, and the findings they make."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.resolved import PlacedSplit, ResolvedPlan
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.family import Family
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.documents.plan_units import BatchSplit
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import KeyPath
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedSplit:
-    """A split, and where it stands."""
-
-    split: Mapping[str, float]
-    path: KeyPath
-    subject: str
-    """Which layers, and which steps, for people."""
-
-
-def list_placed_splits(plan: Plan) -> Iterator[PlacedSplit]:
-    """Every split of a plan, in the order of the document."""
-    layers = plan.layers
-    base: KeyPath = ("layers",)
-    yield PlacedSplit(split=layers.split, path=(*base, "split"), subject="all layers")
-    yield from _list_batches(layers.batches, base, "all layers")
-    for number, override in enumerate(layers.overrides):
-        path: KeyPath = (*base, "overrides", number)
-        subject = f'layers "{override.select.strip()}"'
-        if override.split is not None:
-            yield PlacedSplit(split=override.split, path=(*path, "split"), subject=subject)
-        yield from _list_batches(override.batches or (), path, subject)
 
 
 def list_row_splits(plan: Plan) -> Iterator[PlacedSplit]:
@@ -45,17 +20,6 @@ def list_row_splits(plan: Plan) -> Iterator[PlacedSplit]:
         if split is not None:
             path: KeyPath = ("projections", name)
             yield PlacedSplit(split=split, path=path, subject=f"projections.{name}")
-
-
-def _list_batches(
-    batches: Sequence[BatchSplit], path: KeyPath, subject: str
-) -> Iterator[PlacedSplit]:
-    for number, entry in enumerate(batches):
-        yield PlacedSplit(
-            split=entry.split,
-            path=(*path, "batches", number, "split"),
-            subject=f"{subject} in steps of {entry.sequences} sequences",
-        )
 
 
 Fact = Literal["plan", "device", "model", "family", "resolved"]

@@ -11,23 +11,15 @@ import tomli
 
 from pi2.formats import find_packing
 from pi2.model.blocks import Attention, list_turns
-from pi2.plan.arithmetic.resolved import has_packable_shape
+from pi2.plan.arithmetic.resolved import has_packable_shape, list_placed_splits, list_settings
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_gate_read_bytes, find_block_bytes
-from pi2.plan.checking.findings import (
-    Fact,
-    Facts,
-    Finding,
-    Origin,
-    Rule,
-    list_placed_splits,
-    list_row_splits,
-)
+from pi2.plan.checking.findings import Fact, Facts, Finding, Origin, Rule, list_row_splits
 from pi2.plan.documents.common import suggest
 from pi2.plan.documents.device import EXAMPLE_READS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Moe
-from pi2.plan.documents.plan_units import BatchSplit, SparsityMethod, parse_selector
+from pi2.plan.documents.plan_units import SparsityMethod, parse_selector
 from pi2.plan.documents.private import find_private, walk_figures, walk_texts
 from pi2.plan.documents.quantities import (
     RATE_UNITS_OUT,
@@ -258,12 +250,9 @@ def _list_named_units(facts: Facts) -> dict[KeyPath, str]:
 
 def _list_batches(facts: Facts) -> dict[KeyPath, tuple[int, int]]:
     """Sequences of entries of batches, and of the entry before each."""
-    layers = facts.plan.layers
-    tables: dict[KeyPath, Sequence[BatchSplit]] = {("layers", "batches"): layers.batches}
-    for number, override in enumerate(layers.overrides):
-        tables["layers", "overrides", number, "batches"] = override.batches or ()
+    tables = {path: own.batches or () for path, _, own in list_settings(facts.plan)}
     return {
-        (*path, n, "sequences"): (entry.sequences, table[n - 1].sequences if n else 0)
+        (*path, "batches", n, "sequences"): (entry.sequences, table[n - 1].sequences if n else 0)
         for path, table in tables.items()
         for n, entry in enumerate(table)
     }
