@@ -299,9 +299,9 @@ class Inspection:
         self, source: SourceFile, kind: Kind, reference: str | None
     ) -> tuple[SourceFile, bool]:
         """Put a document together with the documents it extends; False if one is missing."""
-        from pi2.plan.composing.compose import compose
+        from pi2.plan.composing.compose import Composition
 
-        result = compose(source, kind, resolver=self.resolver, origin=reference, root=self.root)
+        result = Composition(source, kind, resolver=self.resolver, origin=reference, root=self.root)
         self.diagnostics += result.diagnostics + result.warnings
         self.removed += result.removed
         self.sources.update({name: file.text for name, file in result.files.items()})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pi2.authoring.writing import write_plan
 from pi2.cli.main import run
 from pi2.fitting.check import Report, check_file
-from pi2.plan.composing.compose import compose, parse_key, trace_value
+from pi2.plan.composing.compose import Composition, parse_key, trace_value
 from pi2.plan.composing.trees import (
     Node,
     build_tree,
@@ -264,7 +264,7 @@ def test_composing_does_not_change_what_was_read() -> None:
     source = parse_source(PARTS / "x.plan.toml", "x.plan.toml", text)
     assert isinstance(source, SourceFile)
     before = tomli.loads(text)
-    compose(source, "plan")
+    Composition(source, "plan")
     assert source.values == before
 
 

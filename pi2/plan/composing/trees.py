@@ -254,6 +254,15 @@ def find_node(root: Node, path: KeyPath) -> tuple[Node, KeyPath]:
     return node, ()
 
 
+def replace_node(root: Node, path: Sequence[str], node: Node) -> Node:
+    """The tree with another ``node`` at ``path``, where it has one."""
+    if not path:
+        return node
+    assert root.table is not None
+    below = replace_node(root.table[path[0]], path[1:], node)
+    return replace(root, table={**root.table, path[0]: below})
+
+
 def remove_node(root: Node, names: Sequence[str]) -> Node | int:
     """The tree without the value at ``names``, or the index of the missing name; items by
     ``id``."""
