@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from pi2.fitting import count_unit_needs
-from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan, name_layers
 from pi2.plan.arithmetic.sizes import describe_owners, name_memory
 from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type, is_table
 from pi2.plan.documents.model import Model, WrittenModel
@@ -103,12 +103,13 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
         yield f"{layers}: {', '.join(parts)}"
     yield from resolved.source.describe(resolved)
     numbered = list(enumerate(resolved.source.list_set(resolved.layers)))
-    for _, group in groupby(
-        numbered, key=lambda item: (dict(item[1].split), item[1].hot, item[1].dense)
-    ):
+    for _, group in groupby(numbered, key=lambda item: item[1].settings):
         items = list(group)
-        yield _describe_layers(items[0][0], items[-1][0], items[0][1])
-        yield from (f"  {line}" for line in describe_owners(resolved, items[0][1]))
+        layer = items[0][1]
+        shares = ", ".join(f"{unit} {share:.4g}" for unit, share in layer.split.items())
+        name = name_layers(items[0][0], items[-1][0])
+        yield f"{name}: {shares}; {layer.hot_neurons} hot neurons"
+        yield from (f"  {line}" for line in describe_owners(resolved, layer))
     rows = resolved.divided_rows
     if rows is not None:
         yield (
@@ -121,12 +122,6 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
             f"{name}: needs {approximate_bytes(need.bytes)} of {name_memory(resolved, name)}: "
             f"{need.explanation}"
         )
-
-
-def _describe_layers(first: int, last: int, layer: ResolvedLayer) -> str:
-    name = f"layer {first}" if first == last else f"layers {first}-{last}"
-    shares = ", ".join(f"{unit} {share:.4g}" for unit, share in layer.split.items())
-    return f"{name}: {shares}; {layer.hot_neurons} hot neurons"
 
 
 def write_tables(

@@ -68,6 +68,11 @@ class ResolvedLayer:
         return 0.0 if self.dense is None else self.dense.shares[sequences - 1]
 
     @property
+    def settings(self) -> tuple[object, ...]:
+        """What layers are compared by."""
+        return dict(self.split), self.hot, self.hot_neurons, self.dense
+
+    @property
     def own_hot(self) -> range:
         """Stored indices of the hot neurons in the segment ``hot``."""
         first = 0 if self.dense is None else min(self.dense.least, self.hot_neurons)
@@ -183,7 +188,7 @@ class ResolvedPlan:
         if self.divided_rows is not None:
             names[self.divided_rows.unit] = None
         names.pop(self.sparse_unit, None)
-        return tuple(name for name in names if self.has_backend(name))
+        return tuple(name for name in names if self.find_backend(name) is not None)
 
     def find_owned_share(self, unit: str) -> float:
         """Share of all neurons that a dense unit computes in steps of ``decode.batch``."""
@@ -212,18 +217,14 @@ class ResolvedPlan:
             head=count_rows(head, model.shape.vocab),
         )
 
-    def name_backend(self, unit: str) -> str:
-        settings = self.plan.units.get(unit)
-        if settings is not None and settings.backend is not None:
-            return settings.backend
-        return self.plan.backends[self.device.units[unit].kind]
+    def find_backend(self, unit: str) -> str | None:
+        return find_backend(self.plan, self.device, unit)
 
-    def has_backend(self, unit: str) -> bool:
-        if unit not in self.device.units:
-            return False
-        settings = self.plan.units.get(unit)
-        named = settings is not None and settings.backend is not None
-        return named or self.device.units[unit].kind in self.plan.backends
+    def name_backend(self, unit: str) -> str:
+        """The backend of a unit that has one."""
+        found = self.find_backend(unit)
+        assert found is not None, unit
+        return found
 
     def shares_main_memory(self, unit: str) -> bool:
         """Whether what a dense unit keeps counts against the budget."""
@@ -249,9 +250,23 @@ class ResolvedPlan:
         return compute_digest(self)
 
 
+def name_layers(first: int, last: int) -> str:
+    return f"layer {first}" if first == last else f"layers {first}-{last}"
+
+
 def has_packable_shape(model: Model) -> bool:
     """Whether predictors fill groups, without which no size can be computed."""
     return model.predictor is None or model.predictor.rank % GROUP == 0
+
+
+def find_backend(plan: Plan, device: Device, unit: str) -> str | None:
+    """The backend that a plan names for a unit, or for units of its kind; None for a unit that the
+    device lacks, or that has none."""
+    if unit not in device.units:
+        return None
+    settings = plan.units.get(unit)
+    stated = None if settings is None else settings.backend
+    return stated or plan.backends.get(device.units[unit].kind)
 
 
 def uses_main_memory(plan: Plan, device: Device, unit: str) -> bool:

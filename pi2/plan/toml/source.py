@@ -185,8 +185,6 @@ def measure_depth(values: Any) -> int:
             elif isinstance(item, list):
                 below.extend(item)
         level = [item for item in below if isinstance(item, dict | list)]
-        if depth > 10_000:
-            break
     return depth
 
 

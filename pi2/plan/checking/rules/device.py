@@ -4,7 +4,12 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
-from pi2.plan.arithmetic.resolved import find_sparse_unit, list_placed_splits, uses_main_memory
+from pi2.plan.arithmetic.resolved import (
+    find_backend,
+    find_sparse_unit,
+    list_placed_splits,
+    uses_main_memory,
+)
 from pi2.plan.checking.findings import Facts, Finding, Origin, list_row_splits, rule
 from pi2.plan.documents.device import (
     ComputeFigure,
@@ -190,9 +195,7 @@ def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
     if plan.prefill.unit is not None:
         paths.setdefault(plan.prefill.unit, ("prefill", "unit"))
     for unit, path in paths.items():
-        settings = plan.units.get(unit)
-        has_own = settings is not None and settings.backend is not None
-        if has_own or unit not in device.units or device.units[unit].kind in plan.backends:
+        if unit not in device.units or find_backend(plan, device, unit) is not None:
             continue
         kind = device.units[unit].kind
         listed = ", ".join(f'{key} = "{value}"' for key, value in plan.backends.items())

@@ -20,7 +20,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Moe
 from pi2.plan.documents.plan_units import SparsityMethod, parse_selector
-from pi2.plan.documents.private import find_private, walk_figures, walk_texts
+from pi2.plan.documents.private import find_private, walk_figures, walk_values
 from pi2.plan.documents.quantities import (
     RATE_UNITS_OUT,
     approximate_bytes,
@@ -183,7 +183,8 @@ def _search(pattern: re.Pattern[str], text: str) -> str | None:
 
 def _find_texts(facts: Facts, find: Callable[[str], str | None]) -> dict[KeyPath, str]:
     """What ``find`` finds in texts of documents, by document and place."""
-    texts = ((k, *item) for k in KINDS for item in walk_texts(facts.known.get(k)))
+    values = ((k, *item) for k in KINDS for item in walk_values(facts.known.get(k), ()))
+    texts = ((kind, path, text) for kind, path, text in values if isinstance(text, str))
     return {(kind, *path): found for kind, path, text in texts if (found := find(text))}
 
 
