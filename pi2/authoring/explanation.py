@@ -356,15 +356,9 @@ def explain_value(report: Report, kind: Kind, path: KeyPath) -> Explanation:
 def _dump(report: Report, kind: Kind, values: dict[str, Any]) -> Any:
     document: Document | None = report.document
     if report.resolved is not None:
-        documents: dict[Kind, Document] = {
-            "plan": report.resolved.plan,
-            "device": report.resolved.device,
-            "model": report.resolved.model,
-        }
-        document = documents[kind]
-    elif not isinstance(document, DOCUMENTS[kind]):
+        document = getattr(report.resolved, kind)
+    if not isinstance(document, DOCUMENTS[kind]):
         return values
-    assert document is not None
     return document.model_dump(mode="json", exclude_none=True)
 
 

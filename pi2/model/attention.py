@@ -269,11 +269,12 @@ def list_latent_projected(
     the rotated key; or their biases, which queries and gates lack."""
     latent = own.latent
     assert latent is not None
-    queries, kept = own.heads * latent.key, _order_kept(own, latent)
+    queries, kept = own.heads * latent.key, _order_turned(own, 1, latent.rank)
     if latent.query_rank is not None:
         yield at.take(f"latent_query{suffix}", latent.query_rank, *columns)
     else:
-        query = at.take("query", queries, *columns, rows=_order_queries(own, latent))
+        order = _order_turned(own, own.heads, latent.plain)
+        query = at.take("query", queries, *columns, rows=order)
         yield fill(queries) if suffix else query
     if own.options.output_gate:
         yield fill(own.heads) if suffix else at.take("query_gate", own.heads, *columns)
@@ -293,7 +294,8 @@ def list_latent_tensors(
     yield at.copy_vector("latent_norm", latent.rank)
     if rank is not None:
         rows = heads * latent.key
-        made = at.take("latent_query_out", rows, rank, rows=_order_queries(own, latent))
+        order = _order_turned(own, heads, latent.plain)
+        made = at.take("latent_query_out", rows, rank, rows=order)
         yield at.matrix("latent_query_out", rows, fill_groups(rank), made)
     # Each head has the rows of its keys first.
     size = latent.plain + own.head_dim
@@ -365,16 +367,10 @@ def _order_index(own: Attention, index: model_mixing.Index) -> Sequence[int]:
     return [*turned, *range(rotated, index.width)]
 
 
-def _order_queries(own: Attention, latent: model_mixing.Latent) -> Order | None:
+def _order_turned(own: Attention, heads: int, plain: int) -> Order | None:
+    """Rows of vectors whose part that RoPE sees follows ``plain`` elements."""
     order = own.head_order
     if order is None:
         return None
-    inside = [*range(latent.plain), *(latent.plain + place for place in order)]
-    return partial(list_head_rows, own.heads, latent.key, inside)
-
-
-def _order_kept(own: Attention, latent: model_mixing.Latent) -> Order | None:
-    order = own.head_order
-    if order is None:
-        return None
-    return lambda: [*range(latent.rank), *(latent.rank + place for place in order)]
+    inside = [*range(plain), *(plain + place for place in order)]
+    return partial(list_head_rows, heads, plain + own.turned_width, inside)

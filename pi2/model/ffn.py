@@ -46,15 +46,10 @@ class Ffn:
     @property
     def cutoff(self) -> float | None:
         """Standard deviations that the cutoff of gates is above their mean; None without one."""
-        return find_normal_quantile(self.closed) if self.closed > 0.0 else None
+        # It imports modules that start-up does without.
+        from statistics import NormalDist
 
-
-def find_normal_quantile(share: float) -> float:
-    """Standard deviations above the mean that leave ``share`` of a normal distribution below."""
-    # It imports modules that start-up does without.
-    from statistics import NormalDist
-
-    return NormalDist().inv_cdf(share)
+        return NormalDist().inv_cdf(self.closed) if self.closed > 0.0 else None
 
 
 def make_ffn(model: Model, layer: int) -> Ffn:

@@ -245,9 +245,38 @@ class ResolvedPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
-        # Checking many plans needs no digests, and they take a tenth of the time.
-        return compute_digest(self)
+        """SHA-256, hexadecimal, of the canonical JSON of plan, device and model.
+
+        Settings of layers count as resolved: two spellings of the same plan agree.  Contents of the
+        device and model files count, their places do not; sizes of memory if they decide the
+        result."""
+        plan = dump_plain(self.plan)
+        # What is kept between requests does not change what a run is.
+        for key in ("device", "model", "layers", "serve"):
+            del plan[key]
+        if not (self.plan.decode.leaves_out or self.plan.experts.is_lossy):
+            plan["memory"] = {"embedding": self.plan.memory.embedding}
+        if plan["decode"]["speculation"] is None:
+            del plan["decode"]["speculation"]
+        elif self.draft is not None:
+            plan["decode"]["speculation"]["plan"] = self.draft.digest
+        # Plans have a copy of it, which counts.
+        model = dump_plain(self.model)
+        del model["sampling"]
+        sparsity = plan.pop("sparsity")
+        if sparsity is not None and self.thresholds is not None:
+            found = self.thresholds
+            limits = [list(pair) for pair in found.limits]
+            if found.expert_limits is not None:
+                limits = [
+                    [*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)
+                ]
+            plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
+        # Which matrices of a file are in memory changes nothing.
+        layers = [_dump_layer(layer) for layer in self.source.list_set(self.layers)]
+        return hash_json(
+            {"plan": plan, "layers": layers, "device": dump_plain(self.device), "model": model}
+        )
 
 
 def name_layers(first: int, last: int) -> str:
@@ -370,35 +399,3 @@ def _dump_layer(layer: ResolvedLayer) -> dict[str, Any]:
         # Other splits for several sequences, which most plans do not have.
         values["batches"] = [layer.dense.unit, *layer.dense.by_sequences]
     return values
-
-
-def compute_digest(resolved: ResolvedPlan) -> str:
-    """Digest of plan, device and model together.
-
-    Settings of layers count as resolved: two spellings of the same plan agree.  Contents of the
-    device and model files count, their places do not; sizes of memory if they decide the result."""
-    plan = dump_plain(resolved.plan)
-    # What is kept between requests does not change what a run is.
-    for key in ("device", "model", "layers", "serve"):
-        del plan[key]
-    if not (resolved.plan.decode.leaves_out or resolved.plan.experts.is_lossy):
-        plan["memory"] = {"embedding": resolved.plan.memory.embedding}
-    if plan["decode"]["speculation"] is None:
-        del plan["decode"]["speculation"]
-    elif resolved.draft is not None:
-        plan["decode"]["speculation"]["plan"] = resolved.draft.digest
-    # Plans have a copy of it, which counts.
-    model = dump_plain(resolved.model)
-    del model["sampling"]
-    sparsity = plan.pop("sparsity")
-    if sparsity is not None and resolved.thresholds is not None:
-        found = resolved.thresholds
-        limits = [list(pair) for pair in found.limits]
-        if found.expert_limits is not None:
-            limits = [[*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)]
-        plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
-    # Which matrices of a file are in memory changes nothing.
-    layers = [_dump_layer(layer) for layer in resolved.source.list_set(resolved.layers)]
-    return hash_json(
-        {"plan": plan, "layers": layers, "device": dump_plain(resolved.device), "model": model}
-    )

@@ -331,7 +331,6 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
     "again": _find_again,
     "block_bytes": lambda: DEFAULT_BLOCK_BYTES,
     "claim": partial(_search, _CLAIM),
-    "count": len,
     "example_read": EXAMPLE_READS.__getitem__,
     "group": lambda: GROUP,
     "has_scales": lambda name: find_packing(name).has_scales,
