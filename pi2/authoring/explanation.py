@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from pi2.authoring.writing import list_costs
 from pi2.diagnostics import UserError
 from pi2.fitting.check import Report
-from pi2.plan.composing.compose import Step, trace_value
 from pi2.plan.documents.common import (
     Document,
     find_field,
@@ -25,6 +24,7 @@ from pi2.plan.documents.common import (
 )
 from pi2.plan.documents.plan import DERIVED, Plan
 from pi2.plan.documents.quantities import find_quantity
+from pi2.plan.reading.compose import Step, trace_value
 from pi2.plan.reading.references import DOCUMENTS, WRITTEN
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, KeyPath, format_path, look_up, write_value

@@ -16,7 +16,7 @@ from pi2.fitting import (
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.units import count_mixer_bytes
-from pi2.plan.checking.findings import Facts, Finding, Origin, Rule, rule
+from pi2.plan.checking import Facts, Finding, Origin, Rule, rule
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.common import list_backend_names
 from pi2.plan.documents.quantities import (

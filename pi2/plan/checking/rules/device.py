@@ -10,7 +10,7 @@ from pi2.plan.arithmetic.resolved import (
     list_placed_splits,
     uses_main_memory,
 )
-from pi2.plan.checking.findings import Facts, Finding, Origin, list_row_splits, rule
+from pi2.plan.checking import Facts, Finding, Origin, list_row_splits, rule
 from pi2.plan.documents.device import (
     ComputeFigure,
     CpuCluster,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pi2.model.states import describe_state, list_state_tensors
 from pi2.model.tensor import Place as TensorPlace
-from pi2.plan.checking.findings import Facts, Finding, Origin, rule
+from pi2.plan.checking import Facts, Finding, Origin, rule
 from pi2.plan.documents.common import Origin as Source
 from pi2.plan.documents.common import find_type, list_known_keys, suggest
 from pi2.plan.documents.family import Sections

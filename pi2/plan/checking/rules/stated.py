@@ -13,7 +13,7 @@ from pi2.formats import find_packing
 from pi2.model.blocks import Attention, list_turns
 from pi2.plan.arithmetic.resolved import has_packable_shape, list_placed_splits, list_settings
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_gate_read_bytes, find_block_bytes
-from pi2.plan.checking.findings import Fact, Facts, Finding, Origin, Rule, list_row_splits
+from pi2.plan.checking import Fact, Facts, Finding, Origin, Rule, list_row_splits
 from pi2.plan.documents.common import suggest
 from pi2.plan.documents.device import EXAMPLE_READS
 from pi2.plan.documents.model import Model

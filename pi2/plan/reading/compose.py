@@ -19,21 +19,6 @@ from typing import Any
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.composing.trees import (
-    JOINS,
-    Chain,
-    ComposedFile,
-    Link,
-    Node,
-    Removal,
-    build_tree,
-    extract_values,
-    find_node,
-    list_names,
-    merge_trees,
-    remove_node,
-    replace_node,
-)
 from pi2.plan.documents.common import COMPOSITION, suggest
 from pi2.plan.reading.block_entries import spread_blocks
 from pi2.plan.reading.deprecations import modernise
@@ -52,6 +37,21 @@ from pi2.plan.reading.references import (
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_version
+from pi2.plan.reading.trees import (
+    JOINS,
+    Chain,
+    ComposedFile,
+    Link,
+    Node,
+    Removal,
+    build_tree,
+    extract_values,
+    find_node,
+    list_names,
+    merge_trees,
+    remove_node,
+    replace_node,
+)
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile
 from pi2.plan.toml.text import KeyPath, format_path, look_up, write_value
 
