@@ -289,8 +289,7 @@ def has_packable_shape(model: Model) -> bool:
 
 
 def find_backend(plan: Plan, device: Device, unit: str) -> str | None:
-    """The backend that a plan names for a unit, or for units of its kind; None for a unit that the
-    device lacks, or that has none."""
+    """The backend of a unit of the device, or of its kind; None if the plan names none."""
     if unit not in device.units:
         return None
     settings = plan.units.get(unit)
