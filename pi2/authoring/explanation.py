@@ -69,8 +69,8 @@ def _collect_tables(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def _list_entries(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    entries = (find_type(table, (name, EVERY_ITEM)) for name in table.model_fields)
-    yield from filter(is_table, entries)
+    arrays = (name for name in table.model_fields if get_origin(find_type(table, (name,))) is tuple)
+    yield from filter(is_table, (find_type(table, (name, 0)) for name in arrays))
 
 
 def _simplify(schema: Any) -> Any:
