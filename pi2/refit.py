@@ -12,9 +12,8 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.fitting.budget import MIB, Shortage, count_runtime, explain_shortage, find_room, fit_plan
 from pi2.fitting.check import Report, check_plan
 from pi2.fitting.inspection import Reuse
-from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan, list_placed_splits
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
-from pi2.plan.checking.findings import list_placed_splits
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import approximate_bytes, compare_bytes, format_bytes, parse_size
 from pi2.plan.reading.thresholds import GivenThresholds

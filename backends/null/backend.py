@@ -29,7 +29,7 @@ def find_limits(facts: UnitFacts) -> list[str]:
     """Name a unit that computes: plans are tried dry as a whole."""
     resolved = facts.resolved
     for unit in (resolved.sparse_unit, *resolved.dense_units):
-        name = resolved.name_backend(unit) if resolved.has_backend(unit) else "null"
+        name = resolved.find_backend(unit) or "null"
         if name != "null":
             return [f"computes nothing, and `{name}` of `{unit}` does: all are tried dry, or none"]
     return []

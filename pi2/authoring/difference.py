@@ -11,7 +11,7 @@ import tomli
 
 from pi2.diagnostics import Diagnostic
 from pi2.fitting import count_unit_needs
-from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan, name_layers
 from pi2.plan.documents.common import Document
 from pi2.plan.reading.deprecations import RENAMES, STEPS, Rename, Step, find_old_keys
 from pi2.plan.reading.references import DOCUMENTS
@@ -55,8 +55,9 @@ def migrate_text(
     if changes:
         source = parse_source(Path(name), name, text)
         assert not isinstance(source, list), source
-    text, renamed = _rename_keys(kind, source, [item for item in renames if item.new])
-    text, removed = _remove_keys(kind, text, [item for item in renames if not item.new])
+    own = [item for item in renames if item.kind == kind]
+    text, renamed = _rename_keys(source, [item for item in own if item.new])
+    text, removed = _remove_keys(text, [item for item in own if not item.new])
     return Migration(text, (*changes, *renamed, *removed))
 
 
@@ -78,16 +79,13 @@ def _take_steps(kind: Kind, text: str, version: int, steps: Mapping[int, Step], 
     return tomlkit.dumps(document)
 
 
-def _rename_keys(
-    kind: Kind, source: SourceFile, renames: Sequence[Rename]
-) -> tuple[str, list[str]]:
+def _rename_keys(source: SourceFile, renames: Sequence[Rename]) -> tuple[str, list[str]]:
     """Replace old names, the last one first, which leaves earlier places valid."""
     lines = source.text.split("\n")
     index = source.index()
     found = [
         (index.keys[path], rename)
         for rename in renames
-        if rename.kind == kind
         for path in find_old_keys(source.values, rename)
         if path in index.keys
     ]
@@ -100,11 +98,11 @@ def _rename_keys(
     return "\n".join(lines), changes[::-1]
 
 
-def _remove_keys(kind: Kind, text: str, renames: Sequence[Rename]) -> tuple[str, list[str]]:
+def _remove_keys(text: str, renames: Sequence[Rename]) -> tuple[str, list[str]]:
     found = [
         path
         for rename in renames
-        if rename.kind == kind and rename.old in text
+        if rename.old in text
         for path in find_old_keys(tomli.loads(text), rename)
     ]
     if not found:
@@ -149,9 +147,7 @@ class LayerChange:
 
     @property
     def name(self) -> str:
-        return (
-            f"layer {self.first}" if self.first == self.last else f"layers {self.first}-{self.last}"
-        )
+        return name_layers(self.first, self.last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,21 +161,16 @@ class SegmentChange:
     """Whether it is main memory, on both sides."""
 
 
-_IGNORED = {"name", "description", "schema_version"}
-
-
 def compare_documents(kind: Kind, before: Document, after: Document) -> list[Change]:
     """All values that differ, defaults included; names and descriptions do not count."""
-    values = [item.model_dump(mode="json", exclude_none=True) for item in (before, after)]
-    for item in values:
-        for key in _IGNORED:
-            item.pop(key, None)
-    if kind == "plan":
-        for item in values:
-            del item["layers"]  # compared as resolved, layer by layer
+    ignored = {"name", "description", "schema_version"}
+    ignored |= {"layers"} if kind == "plan" else set()  # compared as resolved, layer by layer
+    old, new = (
+        item.model_dump(mode="json", exclude_none=True, exclude=ignored) for item in (before, after)
+    )
     return [
-        Change(document=kind, path=path, before=old, after=new)
-        for path, old, new in _compare(values[0], values[1], ())
+        Change(document=kind, path=path, before=first, after=second)
+        for path, first, second in _compare(old, new, ())
     ]
 
 
@@ -196,9 +187,8 @@ def _compare(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, 
 
 def _is_keyed(items: Any) -> bool:
     """Whether an array's entries have an ``id`` each, by which they are compared."""
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        return False
-    return bool(items) and all("id" in item for item in items)
+    is_array = isinstance(items, list) and bool(items)
+    return is_array and all(isinstance(item, dict) and "id" in item for item in items)
 
 
 def compare_plans(before: ResolvedPlan, after: ResolvedPlan) -> list[Change]:
@@ -221,10 +211,10 @@ def compare_layers(before: ResolvedPlan, after: ResolvedPlan) -> list[LayerChang
     pairs = list(enumerate(zip(*layers, strict=False)))
     strides = (before.bundle.stride, after.bundle.stride)
     changes = []
-    for _, group in groupby(pairs, key=lambda item: [_describe(layer) for layer in item[1]]):
+    for _, group in groupby(pairs, key=lambda item: [layer.settings for layer in item[1]]):
         items = list(group)
         old, new = items[0][1]
-        if _describe(old) == _describe(new):
+        if old.settings == new.settings:
             continue
         changes.append(
             LayerChange(
@@ -238,40 +228,30 @@ def compare_layers(before: ResolvedPlan, after: ResolvedPlan) -> list[LayerChang
     return changes
 
 
-def _describe(layer: ResolvedLayer) -> tuple[object, ...]:
-    return dict(layer.split), layer.hot, layer.hot_neurons, layer.dense
-
-
 def compare_segments(before: ResolvedPlan, after: ResolvedPlan) -> list[SegmentChange]:
-    """Every segment, with its size and its need; the libraries' need equals their size."""
-    sizes = [item.plan.memory.segments for item in (before, after)]
-    needs = [{name: need.bytes for name, need in item.needs.items()} for item in (before, after)]
-    changes = []
-    for name in type(sizes[0]).model_fields:
-        old, new = getattr(sizes[0], name), getattr(sizes[1], name)
-        needed = (needs[0].get(name, old), needs[1].get(name, new))
-        changes.append(SegmentChange(name=name, sizes=(old, new), needs=needed))
-    return [*changes, *_compare_units(before, after)]
-
-
-def _compare_units(before: ResolvedPlan, after: ResolvedPlan) -> Iterator[SegmentChange]:
-    """Memory and need of dense units, if that is no part of the segment ``hot``."""
-    sides = []
-    for item in (before, after):
-        needs = {item.name_segment(name): need for name, need in count_unit_needs(item).items()}
-        sizes = {f"units.{name}": unit.budget for name, unit in item.plan.memory.units.items()}
-        main = {
-            f"units.{name}": item.shares_main_memory(name)
-            for name in item.plan.memory.units
-            if name in item.device.units
-        }
-        sides.append((needs, sizes, main))
-    for name in dict.fromkeys([*sides[0][1], *sides[1][1]]):
-        needed = [needs[name].bytes if name in needs else 0 for needs, _, _ in sides]
-        sized = [sizes.get(name, 0) for _, sizes, _ in sides]
-        yield SegmentChange(
+    """Every segment, and the memory of every dense unit that has its own, with size and need; the
+    libraries' need equals their size."""
+    sizes, needs, elsewhere = zip(*map(_measure_segments, (before, after)), strict=True)
+    return [
+        SegmentChange(
             name=name,
-            sizes=(sized[0], sized[1]),
-            needs=(needed[0], needed[1]),
-            is_main=all(main.get(name, True) for _, _, main in sides),
+            sizes=(sizes[0].get(name, 0), sizes[1].get(name, 0)),
+            needs=(needs[0].get(name, 0), needs[1].get(name, 0)),
+            is_main=name not in elsewhere[0] | elsewhere[1],
         )
+        for name in dict.fromkeys([*sizes[0], *sizes[1]])
+    ]
+
+
+def _measure_segments(resolved: ResolvedPlan) -> tuple[dict[str, int], dict[str, int], set[str]]:
+    """Sizes and needs by name, and the names of those that are not in main memory."""
+    memory = resolved.plan.memory
+    segments: dict[str, int] = dict(memory.segments)
+    units = {resolved.name_segment(name): need for name, need in count_unit_needs(resolved).items()}
+    needs = {name: need.bytes for name, need in (*units.items(), *resolved.needs.items())}
+    known = [name for name in memory.units if name in resolved.device.units]
+    return (
+        segments | {f"units.{name}": int(unit.budget) for name, unit in memory.units.items()},
+        segments | needs,
+        {f"units.{name}" for name in known if not resolved.shares_main_memory(name)},
+    )

@@ -4,24 +4,30 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, WithJsonSchema
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
 
 from pi2.authoring.writing import list_costs
 from pi2.diagnostics import UserError
 from pi2.fitting.check import Report
-from pi2.plan.composing.compose import Step, trace_value
-from pi2.plan.composing.trees import look_up
-from pi2.plan.documents.common import Document, find_type, list_known_keys, suggest
+from pi2.plan.documents.common import (
+    Document,
+    find_field,
+    find_type,
+    is_table,
+    list_known_keys,
+    suggest,
+)
 from pi2.plan.documents.plan import DERIVED, Plan
+from pi2.plan.documents.quantities import find_quantity
+from pi2.plan.reading.compose import Step, trace_value
 from pi2.plan.reading.references import DOCUMENTS, WRITTEN
 from pi2.plan.toml.source import Kind
-from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, KeyPath, format_path, write_value
+from pi2.plan.toml.text import EVERY_ITEM, EVERY_NAME, KeyPath, format_path, look_up, write_value
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
 
@@ -57,21 +63,14 @@ def make_schema(document: type[Document]) -> dict[str, Any]:
 def _collect_tables(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
     yield table
     for name in table.model_fields:
-        kind = find_type(table, (name,))
-        if get_origin(kind) is dict:
-            kind = find_type(table, (name, ""))
-        elif get_origin(kind) is tuple:
-            kind = find_type(table, (name, 0))
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _collect_tables(kind)
+        inner = find_table(table, (name,))
+        if inner is not None:
+            yield from _collect_tables(find_type(table, inner))
 
 
 def _list_entries(table: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    for name in table.model_fields:
-        if get_origin(find_type(table, (name,))) is tuple:
-            kind = find_type(table, (name, 0))
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield kind
+    arrays = (name for name in table.model_fields if get_origin(find_type(table, (name,))) is tuple)
+    yield from filter(is_table, (find_type(table, (name, 0)) for name in arrays))
 
 
 def _simplify(schema: Any) -> Any:
@@ -174,9 +173,7 @@ class FieldDoc:
 
 def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
     """Paths of all keys, tables first, with `EVERY_ITEM` and `EVERY_NAME` for items and names."""
-    table = find_type(root, path) if path else root
-    assert isinstance(table, type) and issubclass(table, BaseModel), path
-    for name in table.model_fields:
+    for name in list_known_keys(root, path):
         key = (*path, name)
         yield key
         inner = find_table(root, key)
@@ -185,11 +182,9 @@ def list_keys(root: type[BaseModel], path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def find_table(root: type[BaseModel], key: KeyPath) -> KeyPath | None:
-    for path in (key, (*key, EVERY_NAME), (*key, EVERY_ITEM)):
-        kind: Any = find_type(root, path)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return path
-    return None
+    """The path of the table at ``key``, or of every one in it; None if there is none."""
+    paths = (key, (*key, EVERY_NAME), (*key, EVERY_ITEM))
+    return next((path for path in paths if is_table(find_type(root, path))), None)
 
 
 def describe_field(root: type[BaseModel], path: KeyPath) -> FieldDoc | None:
@@ -198,58 +193,34 @@ def describe_field(root: type[BaseModel], path: KeyPath) -> FieldDoc | None:
     if kind is None or not path:
         return None
     number = len(path)
-    while number > 1 and _find_field(root, path[:number]) is None:
+    while number > 1 and find_field(root, path[:number]) is None:
         number -= 1  # an array's entry, or a name of the user's
-    field = _find_field(root, path[:number])
+    field = find_field(root, path[:number])
     if field is None:
         return None
     table = find_type(root, path[: number - 1])
     text = read_docstrings(table)[str(path[number - 1])]
+    quantity = find_quantity(field)
+    examples = field.examples or () if quantity is None else quantity["examples"]
     whole = number == len(path)
     is_derived = root is Plan and format_path(path) in DERIVED
     default = field.get_default() if whole and not field.is_required() else None
     return FieldDoc(
         text=f"{text} Derived if it is not stated." if is_derived else text,
-        values=_describe_values(kind, field),
+        values=_describe_values(kind) if quantity is None else "a quantity with its unit",
         default=None if default is None or isinstance(default, BaseModel) else write_value(default),
         is_required=whole and field.is_required() and not is_derived,
-        examples=tuple(write_value(item) for item in _find_own_examples(field)) if whole else (),
+        examples=tuple(map(write_value, examples)) if whole else (),
     )
-
-
-def _find_field(root: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    table = find_type(root, path[:-1])
-    if isinstance(table, type) and issubclass(table, BaseModel):
-        return table.model_fields.get(str(path[-1]))
-    return None
-
-
-def _find_own_examples(field: FieldInfo) -> Iterable[Any]:
-    schema = _find_quantity(field)
-    if schema is not None:
-        return list(schema.get("examples", ()))
-    return field.examples or ()
-
-
-def _find_quantity(field: FieldInfo) -> dict[str, Any] | None:
-    found = [*field.metadata]
-    for option in get_args(field.annotation):  # Bytes | None
-        found += get_args(option)[1:] if get_origin(option) is Annotated else ()
-    for item in found:
-        if isinstance(item, WithJsonSchema) and item.json_schema is not None:
-            return dict(item.json_schema)
-    return None
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def _describe_values(kind: Any, field: FieldInfo) -> str:
-    if _find_quantity(field) is not None:
-        return "a quantity with its unit"
+def _describe_values(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(write_value(item) for item in get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+    if is_table(kind):
         return f"a table with the keys {', '.join(kind.model_fields)}"
     if get_origin(kind) is tuple:
         return "an array"
@@ -385,15 +356,9 @@ def explain_value(report: Report, kind: Kind, path: KeyPath) -> Explanation:
 def _dump(report: Report, kind: Kind, values: dict[str, Any]) -> Any:
     document: Document | None = report.document
     if report.resolved is not None:
-        documents: dict[Kind, Document] = {
-            "plan": report.resolved.plan,
-            "device": report.resolved.device,
-            "model": report.resolved.model,
-        }
-        document = documents[kind]
-    elif not isinstance(document, DOCUMENTS[kind]):
+        document = getattr(report.resolved, kind)
+    if not isinstance(document, DOCUMENTS[kind]):
         return values
-    assert document is not None
     return document.model_dump(mode="json", exclude_none=True)
 
 

@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from pydantic import BaseModel
-
 from pi2.fitting import count_unit_needs
-from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.resolved import ResolvedPlan, name_layers
 from pi2.plan.arithmetic.sizes import describe_owners, name_memory
-from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type
+from pi2.plan.documents.common import Document, Sampling, choose_chat_sampling, find_type, is_table
 from pi2.plan.documents.model import Model, WrittenModel
 from pi2.plan.documents.quantities import (
     approximate_bytes,
@@ -19,7 +17,7 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.reading.block_entries import gather_blocks, list_entries
 from pi2.plan.toml.source import SourceFile
-from pi2.plan.toml.text import KeyPath, write_key, write_value
+from pi2.plan.toml.text import KeyPath, look_up, write_key, write_value
 
 Comment = Callable[[KeyPath], str | None]
 
@@ -60,13 +58,11 @@ def write_document(
 
 def _find_formula(source: SourceFile, path: KeyPath) -> str | None:
     """How a data sheet's figure was converted."""
-    stated: Any = source.values
-    for key in path:
-        stated = stated.get(key) if isinstance(stated, dict) else stated[key]
-        if stated is None:
-            return None
-    found = isinstance(stated, str) and (explain_rate(stated) or explain_giga_ops(stated))
-    if isinstance(stated, str) and stated.rstrip().endswith("IOPS"):
+    stated = look_up(source.values, path)
+    if not isinstance(stated, str):
+        return None
+    found = explain_rate(stated) or explain_giga_ops(stated)
+    if stated.rstrip().endswith("IOPS"):
         return f"{stated} x block"
     return found[1] if found else None
 
@@ -107,12 +103,13 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
         yield f"{layers}: {', '.join(parts)}"
     yield from resolved.source.describe(resolved)
     numbered = list(enumerate(resolved.source.list_set(resolved.layers)))
-    for _, group in groupby(
-        numbered, key=lambda item: (dict(item[1].split), item[1].hot, item[1].dense)
-    ):
+    for _, group in groupby(numbered, key=lambda item: item[1].settings):
         items = list(group)
-        yield _describe_layers(items[0][0], items[-1][0], items[0][1])
-        yield from (f"  {line}" for line in describe_owners(resolved, items[0][1]))
+        layer = items[0][1]
+        shares = ", ".join(f"{unit} {share:.4g}" for unit, share in layer.split.items())
+        name = name_layers(items[0][0], items[-1][0])
+        yield f"{name}: {shares}; {layer.hot_neurons} hot neurons"
+        yield from (f"  {line}" for line in describe_owners(resolved, layer))
     rows = resolved.divided_rows
     if rows is not None:
         yield (
@@ -127,12 +124,6 @@ def _describe(resolved: ResolvedPlan) -> Iterator[str]:
         )
 
 
-def _describe_layers(first: int, last: int, layer: ResolvedLayer) -> str:
-    name = f"layer {first}" if first == last else f"layers {first}-{last}"
-    shares = ", ".join(f"{unit} {share:.4g}" for unit, share in layer.split.items())
-    return f"{name}: {shares}; {layer.hot_neurons} hot neurons"
-
-
 def write_tables(
     root: type[Document],
     path: KeyPath,
@@ -144,9 +135,9 @@ def write_tables(
     for key, value in values.items():
         if path[:1] == ("blocks",):
             yield f"{write_key(key)} = {write_value(value)}"
-        elif _is_model(find_type(root, (*path, key))) or _holds_models(root, (*path, key), value):
+        elif is_table(find_type(root, (*path, key))) or _holds_models(root, (*path, key), value):
             tables[key] = [value]
-        elif isinstance(value, list) and value and _is_model(find_type(root, (*path, key, 0))):
+        elif isinstance(value, list) and value and is_table(find_type(root, (*path, key, 0))):
             tables[key] = value
         else:
             line = f"{write_key(key)} = {write_value(value)}"
@@ -166,13 +157,7 @@ def write_tables(
 
 def _holds_models(root: type[Document], path: KeyPath, value: object) -> bool:
     """Whether a table with names of the user's has tables in it, such as a device's units."""
-    return isinstance(value, dict) and any(
-        _is_model(find_type(root, (*path, key))) for key in value
-    )
-
-
-def _is_model(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return isinstance(value, dict) and any(is_table(find_type(root, (*path, key))) for key in value)
 
 
 _SEGMENTS: dict[tuple[str, ...], tuple[str, ...]] = {

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,10 @@ class ProjectSettings:
     ignores: Sequence[Ignore] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sifted:
     diagnostics: tuple[Diagnostic, ...]
     ignored: int = 0
-    unused: list[Ignore] = field(default_factory=list)
 
 
 def read_project(folder: Path) -> ProjectSettings:
@@ -210,7 +209,7 @@ def sift(
         _warn(item.span, f"{item.code} is ignored here, but not found", "remove the ignore")
         for item in unused
     ]
-    return Sifted(tuple(left), ignored, unused)
+    return Sifted(tuple(left), ignored)
 
 
 def _list_unused(project: ProjectSettings, checked: set[str]) -> Iterator[Ignore]:

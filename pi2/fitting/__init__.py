@@ -127,7 +127,7 @@ def count_unit_needs(resolved: ResolvedPlan) -> Mapping[str, Need]:
 def _find_sparse_backend(resolved: ResolvedPlan) -> ExecutorBackend:
     """The sparse unit's backend; any other if the plan names none that computes models."""
     unit = resolved.sparse_unit
-    name = resolved.name_backend(unit) if resolved.has_backend(unit) else "cpu"
+    name = resolved.find_backend(unit) or "cpu"
     backend = find_executor_backend(name) or find_executor_backend("cpu")
     assert backend is not None, "the CPU's backend computes models"
     return backend

@@ -22,8 +22,7 @@ from pi2.fitting.rules import list_rules
 from pi2.fitting.sources import find_source
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sources import Completion
-from pi2.plan.checking.findings import Fact, Facts, Finding, Rule
-from pi2.plan.composing.trees import Chain, Link
+from pi2.plan.checking import Fact, Facts, Finding, Rule
 from pi2.plan.documents.common import Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -36,6 +35,7 @@ from pi2.plan.reading.references import (
     list_documents,
 )
 from pi2.plan.reading.thresholds import GivenThresholds
+from pi2.plan.reading.trees import Chain, Link
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind, read_source
 from pi2.plan.toml.text import KeyPath, format_path, name_path
 
@@ -268,7 +268,7 @@ def _locate(check: Inspection, rule: Rule, finding: Finding) -> Diagnostic:
 
 def _list_inherited(file: SourceFile, path: KeyPath) -> list[tuple[Span, str]]:
     """What a table of a composed document has from other files."""
-    from pi2.plan.composing.trees import ComposedPlaces
+    from pi2.plan.reading.trees import ComposedPlaces
 
     places = file.spans
     return places.list_inherited(path) if isinstance(places, ComposedPlaces) else []

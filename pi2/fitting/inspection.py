@@ -20,7 +20,6 @@ from pi2.fitting.completion import (
     leaves_out,
 )
 from pi2.plan.arithmetic.sources import Completion, FileFacts
-from pi2.plan.composing.trees import Chain, Overrides, Removal
 from pi2.plan.documents.common import COMPOSITION, Document
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
@@ -42,6 +41,7 @@ from pi2.plan.reading.references import (
 )
 from pi2.plan.reading.schema_check import check_schema
 from pi2.plan.reading.thresholds import Thresholds
+from pi2.plan.reading.trees import Chain, Overrides, Removal
 from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, parse_source
 from pi2.plan.toml.text import KeyPath, name_path
 
@@ -127,7 +127,7 @@ class Inspection:
 
     def override(self, values: Mapping[str, object]) -> None:
         """Take values that replace the plan's."""
-        from pi2.plan.composing.trees import prepare_overrides
+        from pi2.plan.reading.trees import prepare_overrides
         from pi2.plan.toml.source import SET
 
         self.overrides, findings = prepare_overrides(values)
@@ -203,7 +203,7 @@ class Inspection:
         """Take a document's values, ``whole`` unless something that it extends is not there, and
         validate them against its schema."""
         if kind == "plan" and self.overrides is not None:
-            from pi2.plan.composing.trees import apply_overrides
+            from pi2.plan.reading.trees import apply_overrides
 
             values, misplaced = apply_overrides(source.values, self.overrides)
             self.diagnostics += misplaced
@@ -297,9 +297,9 @@ class Inspection:
         self, source: SourceFile, kind: Kind, reference: str | None
     ) -> tuple[SourceFile, bool]:
         """Put a document together with the documents it extends; False if one is missing."""
-        from pi2.plan.composing.compose import compose
+        from pi2.plan.reading.compose import Composition
 
-        result = compose(source, kind, resolver=self.resolver, origin=reference, root=self.root)
+        result = Composition(source, kind, resolver=self.resolver, origin=reference, root=self.root)
         self.diagnostics += result.diagnostics + result.warnings
         self.removed += result.removed
         self.sources.update({name: file.text for name, file in result.files.items()})

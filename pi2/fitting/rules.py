@@ -16,7 +16,7 @@ from pi2.fitting import (
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_absent, find_memory_rate, find_read_rate
 from pi2.plan.arithmetic.units import count_mixer_bytes
-from pi2.plan.checking.findings import Facts, Finding, Origin, Rule, rule
+from pi2.plan.checking import Facts, Finding, Origin, Rule, rule
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.common import list_backend_names
 from pi2.plan.documents.quantities import (
@@ -185,7 +185,7 @@ def _count_attention_bytes(resolved: ResolvedPlan) -> int:
 def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
     names = (resolved.sparse_unit, *resolved.dense_units)
-    backends = {unit: resolved.name_backend(unit) for unit in names if resolved.has_backend(unit)}
+    backends = {unit: own for unit in names if (own := resolved.find_backend(unit)) is not None}
     for unit, name in backends.items():
         judge = find_backend(resolved.source.choose_judge(name))
         is_sparse = unit == resolved.sparse_unit
@@ -215,7 +215,7 @@ def check_backends_can_compute(facts: Facts) -> Iterator[Finding]:
 def check_settings_are_followed(facts: Facts) -> Iterator[Finding]:
     resolved = facts.resolved
     unit = resolved.sparse_unit
-    if not resolved.has_backend(unit):  # another rule names it
+    if resolved.find_backend(unit) is None:  # another rule names it
         return
     name = resolved.source.choose_judge(resolved.name_backend(unit))
     for key, values in read_fixed(name).items():

@@ -44,7 +44,7 @@ def find_source(resolved: ResolvedPlan) -> Source:
     """The plan's store, computed layer by layer, or whole by a GPU or an NPU; dry where the backend
     computes nothing."""
     unit = resolved.sparse_unit
-    if not resolved.has_backend(unit):
+    if resolved.find_backend(unit) is None:
         return StoreSource()
     name = resolved.name_backend(unit)
     stays_closed = find_backend(name).VERDICT == "dry run"

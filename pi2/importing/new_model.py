@@ -19,7 +19,7 @@ from pi2.importing.requirements import check_checkpoint, find_leftovers, raise_f
 from pi2.model.ffn import name_part
 from pi2.model.tensor import fill_name, match_name
 from pi2.model.tensors import list_sources
-from pi2.plan.checking.findings import Facts
+from pi2.plan.checking import Facts
 from pi2.plan.checking.rules import load_rules
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import TENSOR_OPTIONS, Tensors

@@ -15,7 +15,7 @@ from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.diagnostics.baseline import ProjectSettings, read_project, sift
 from pi2.fitting.check import Report
 from pi2.fitting.misfits import list_store_findings
-from pi2.plan.composing.compose import trace_value
+from pi2.plan.reading.compose import trace_value
 from pi2.plan.reading.references import (
     WRITTEN,
     Located,

@@ -8,11 +8,10 @@ from string import ascii_letters, digits
 from typing import Any, Literal, Union, get_args, get_origin
 
 import tomli
-from pydantic import BaseModel
 
 from pi2.authoring.explanation import describe_field
 from pi2.lsp.checked import Checked
-from pi2.plan.documents.common import find_type, list_known_keys
+from pi2.plan.documents.common import find_type, is_table, list_known_keys
 from pi2.plan.reading.references import WRITTEN, list_shipped
 from pi2.plan.toml.source import Kind, detect_kind
 from pi2.plan.toml.text import KeyPath, write_text
@@ -156,14 +155,11 @@ def _list_keys(checked: Checked, kind: Kind, cursor: Cursor) -> Iterator[Item]:
 
 def _describe_key(kind: Kind, path: KeyPath, name: str) -> Item:
     doc = describe_field(WRITTEN[kind], path)
-    found = find_type(WRITTEN[kind], path)
-    is_table = isinstance(found, type) and issubclass(found, BaseModel)
     if doc is None:
         return Item(label=name, insert=name, sort="key")
     detail = doc.values + (" (required)" if doc.is_required else "")
-    return Item(
-        label=name, insert=name, sort="table" if is_table else "key", detail=detail, text=doc.text
-    )
+    sort: SUGGESTED = "table" if is_table(find_type(WRITTEN[kind], path)) else "key"
+    return Item(label=name, insert=name, sort=sort, detail=detail, text=doc.text)
 
 
 def _list_names(checked: Checked, kind: Kind, path: KeyPath) -> list[str]:
@@ -181,7 +177,7 @@ def _list_tables(checked: Checked, kind: Kind, cursor: Cursor) -> Iterator[Item]
     for name in _list_names(checked, kind, cursor.path):
         found = find_type(WRITTEN[kind], (*cursor.path, name))
         item = get_args(found)[0] if get_origin(found) is tuple else found
-        if get_origin(item) is dict or (isinstance(item, type) and issubclass(item, BaseModel)):
+        if get_origin(item) is dict or is_table(item):
             yield _describe_key(kind, (*cursor.path, name), name)
 
 

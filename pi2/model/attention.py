@@ -269,11 +269,12 @@ def list_latent_projected(
     the rotated key; or their biases, which queries and gates lack."""
     latent = own.latent
     assert latent is not None
-    queries, kept = own.heads * latent.key, _order_kept(own, latent)
+    queries, kept = own.heads * latent.key, _order_turned(own, 1, latent.rank)
     if latent.query_rank is not None:
         yield at.take(f"latent_query{suffix}", latent.query_rank, *columns)
     else:
-        query = at.take("query", queries, *columns, rows=_order_queries(own, latent))
+        order = _order_turned(own, own.heads, latent.plain)
+        query = at.take("query", queries, *columns, rows=order)
         yield fill(queries) if suffix else query
     if own.options.output_gate:
         yield fill(own.heads) if suffix else at.take("query_gate", own.heads, *columns)
@@ -290,10 +291,11 @@ def list_latent_tensors(
     rank, heads = latent.query_rank, own.heads
     if rank is not None:
         yield at.vector("latent_query_norm", fill_groups(rank), at.take("latent_query_norm", rank))
-    yield at.vector("latent_norm", latent.rank, at.take("latent_norm", latent.rank))
+    yield at.copy_vector("latent_norm", latent.rank)
     if rank is not None:
         rows = heads * latent.key
-        made = at.take("latent_query_out", rows, rank, rows=_order_queries(own, latent))
+        order = _order_turned(own, heads, latent.plain)
+        made = at.take("latent_query_out", rows, rank, rows=order)
         yield at.matrix("latent_query_out", rows, fill_groups(rank), made)
     # Each head has the rows of its keys first.
     size = latent.plain + own.head_dim
@@ -327,13 +329,12 @@ def list_pooled_tensors(
     if own.block:
         sizes |= {"pool_values": (width, hidden), "pool_gates": (width, hidden)}
         vectors |= {"pool_norm": own.head_dim}
-        bias = at.take("pool_bias", own.block, width)
-        yield at.vector("pool_bias", width, bias, rows=own.block)
+        yield at.copy_vector("pool_bias", width, own.block)
     for key, (rows, length) in sizes.items():
         stored = at.model.shape.stored_hidden if key == "output" else rows
         yield at.matrix(key, stored, fill_groups(length), at.take(key, rows, length))
     for key, length in vectors.items():
-        yield at.vector(key, length, at.take(key, length))
+        yield at.copy_vector(key, length)
 
 
 def list_index_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
@@ -354,8 +355,7 @@ def list_index_tensors(at: Place, own: Attention) -> Iterator[DenseTensor]:
     for key in vectors:
         yield at.vector(key, index.width, at.take(key, index.width, rows=inside))
     if of_tokens:
-        source = at.take("index_weights", index.heads, hidden)
-        yield at.matrix("index_weights", index.heads, stored, source)
+        yield at.copy("index_weights", index.heads, hidden)
 
 
 def _order_index(own: Attention, index: model_mixing.Index) -> Sequence[int]:
@@ -367,16 +367,10 @@ def _order_index(own: Attention, index: model_mixing.Index) -> Sequence[int]:
     return [*turned, *range(rotated, index.width)]
 
 
-def _order_queries(own: Attention, latent: model_mixing.Latent) -> Order | None:
+def _order_turned(own: Attention, heads: int, plain: int) -> Order | None:
+    """Rows of vectors whose part that RoPE sees follows ``plain`` elements."""
     order = own.head_order
     if order is None:
         return None
-    inside = [*range(latent.plain), *(latent.plain + place for place in order)]
-    return partial(list_head_rows, own.heads, latent.key, inside)
-
-
-def _order_kept(own: Attention, latent: model_mixing.Latent) -> Order | None:
-    order = own.head_order
-    if order is None:
-        return None
-    return lambda: [*range(latent.rank), *(latent.rank + place for place in order)]
+    inside = [*range(plain), *(plain + place for place in order)]
+    return partial(list_head_rows, heads, plain + own.turned_width, inside)

@@ -91,16 +91,15 @@ def _make_attention(model: Model, layer: int, is_single: bool, before: list[Bloc
     first = max(0, shape.layers - options.kv_shared_layers)
     key_layer = None
     if layer >= first:
-        for number in reversed(range(min(first, len(before)))):
-            own = before[number].attention
-            if (
-                own is not None
-                and (own.window, own.heads, own.kv_heads, own.head_dim)
-                == (options.sliding_window, *sizes)
-                and is_single == (len(before[number].mixers) == 1)
-            ):
-                key_layer = number
-                break
+        alike = (
+            number
+            for number, block in enumerate(before[:first])
+            if (own := block.attention) is not None
+            and (own.window, own.heads, own.kv_heads, own.head_dim)
+            == (options.sliding_window, *sizes)
+            and is_single == (len(block.mixers) == 1)
+        )
+        key_layer = max(alike, default=None)
     return Attention(
         options=options,
         heads=sizes[0],

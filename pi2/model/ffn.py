@@ -46,15 +46,10 @@ class Ffn:
     @property
     def cutoff(self) -> float | None:
         """Standard deviations that the cutoff of gates is above their mean; None without one."""
-        return find_normal_quantile(self.closed) if self.closed > 0.0 else None
+        # It imports modules that start-up does without.
+        from statistics import NormalDist
 
-
-def find_normal_quantile(share: float) -> float:
-    """Standard deviations above the mean that leave ``share`` of a normal distribution below."""
-    # It imports modules that start-up does without.
-    from statistics import NormalDist
-
-    return NormalDist().inv_cdf(share)
+        return NormalDist().inv_cdf(self.closed) if self.closed > 0.0 else None
 
 
 def make_ffn(model: Model, layer: int) -> Ffn:
@@ -63,31 +58,23 @@ def make_ffn(model: Model, layer: int) -> Ffn:
     shares = options.gate_sparsity
     closed = shares[layer] if layer < len(shares) else 0.0
 
-    def make(kind: FfnKind, own: int, active: int, neurons: int, side: int = 0) -> Ffn:
-        return Ffn(
-            kind=kind,
-            options=options,
-            moe=moe,
-            width=own,
-            active=active,
-            neurons=neurons,
-            side=side,
-            closed=closed,
-        )
-
+    make = partial(Ffn, options=options, moe=moe, closed=closed)
     if layer in options.absent_layers:
-        return make("none", 0, 0, 0)
+        return make(kind="none", width=0, active=0, neurons=0)
     if moe is None:
-        return make("dense", width, 1, width)
+        return make(kind="dense", width=width, active=1, neurons=width)
     if moe.router == "none" or layer in moe.dense_layers:
         own = (moe.dense_ffn or 0) if layer in moe.dense_layers else moe.experts * width
         if moe.latent is not None:
-            return make("dense", own, 0, 0, own)
-        return make("dense", own, -(-own // width), own)
-    shared = moe.shared_experts * width if moe.shared_ffn is None else moe.shared_ffn
-    side = 0 if model.side_ffn is None else model.side_ffn.width
-    active = moe.active_experts + moe.shared_experts
-    return make("experts", width, active, moe.active_experts * width + shared, side)
+            return make(kind="dense", width=own, active=0, neurons=0, side=own)
+        return make(kind="dense", width=own, active=-(-own // width), neurons=own)
+    return make(
+        kind="experts",
+        width=width,
+        active=moe.active_experts + moe.shared_experts,
+        neurons=moe.active_experts * width + moe.count_shared(width),
+        side=0 if model.side_ffn is None else model.side_ffn.width,
+    )
 
 
 def list_neuron_sources(at: Place, own: Ffn) -> Iterator[Source]:
@@ -242,18 +229,17 @@ def list_router_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:
         yield at.vector("router", shape.stored_hidden, scores, rows=moe.experts)
         is_listed, active = at.layer in moe.listed_layers, moe.active_experts
         if is_listed:
-            table = at.take("choice_table", shape.vocab, active)
-            yield at.vector("choice_table", active, table, rows=shape.vocab)
+            yield at.copy_vector("choice_table", active, shape.vocab)
         for key in ("router_bias", "choice_bias"):
             if getattr(moe, key) and not (is_listed and key == "choice_bias"):
-                yield at.vector(key, moe.experts, at.take(key, moe.experts))
+                yield at.copy_vector(key, moe.experts)
         if moe.shared_gate:
             source = at.take("shared_router", 1, shape.hidden)
             yield at.vector("shared_router", shape.stored_hidden, source)
     if moe.router_input == "stream":
         yield at.norm("router_norm")
     if moe.expert_scale:
-        yield at.vector("expert_scale", moe.experts, at.take("expert_scale", moe.experts))
+        yield at.copy_vector("expert_scale", moe.experts)
 
 
 def list_side_tensors(at: Place, own: Ffn) -> Iterator[DenseTensor]:

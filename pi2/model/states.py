@@ -216,7 +216,7 @@ def list_state_tensors(at: Place, shape: StateShape) -> Iterator[DenseTensor]:
     gate_rank]."""
     hidden, heads, width = at.model.shape.hidden, shape.value_heads, shape.width
     stored, order = at.model.shape.stored_hidden, at.model.tensors.state_order
-    half = partial(at.matrix, precision="fp16")
+    copy = partial(at.copy, precision="fp16")
     vector = partial(at.vector, transform="state")
     inputs = _count_input_rows(shape, order)
     channels = partial(_order_channels, shape) if order == "mamba" else None
@@ -225,14 +225,12 @@ def list_state_tensors(at: Place, shape: StateShape) -> Iterator[DenseTensor]:
         bias = partial(_order_mamba, shape) if order == "mamba" else None
         yield vector("state_in_bias", shape.rows, at.take("state_in_bias", inputs, rows=bias))
     if shape.gates:
-        yield half("state_gates", shape.gates, stored, *_list_gates(at, shape))
+        gates = _list_gates(at, shape)
+        yield at.matrix("state_gates", shape.gates, stored, *gates, precision="fp16")
     if shape.decay_rank:
-        size = (shape.decays, shape.decay_rank)
-        made = at.take("state_decays", *size)
-        yield half("state_decays", shape.decays, shape.stored_decay_rank, made)
+        yield copy("state_decays", shape.decays, shape.decay_rank)
     if shape.gate_rank:
-        made = at.take("state_output_gates", width, shape.gate_rank)
-        yield half("state_output_gates", width, shape.stored_gate_rank, made)
+        yield copy("state_output_gates", width, shape.gate_rank)
     parts = {"state_convolution": shape.channels}
     if order == "single":
         keys = shape.key_heads * shape.key_dim
@@ -245,9 +243,8 @@ def list_state_tensors(at: Place, shape: StateShape) -> Iterator[DenseTensor]:
         yield vector("state_convolution_bias", shape.channels, source)
     if shape.kind == "mamba1":
         rank, states = shape.step_rank, shape.key_dim
-        source = at.take("state_parts", shape.parts, width)
-        yield half("state_parts", shape.parts, shape.stored_width, source)
-        yield half("state_steps", width, shape.stored_rank, at.take("state_steps", width, rank))
+        yield copy("state_parts", shape.parts, width)
+        yield copy("state_steps", width, rank)
         if shape.part_norm == "weighted":
             sizes = {"state_step_norm": rank, "state_key_norm": states, "state_query_norm": states}
             norms = [at.take(key, size) for key, size in sizes.items()]

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pi2.formats import Packing, find_packing, name_packings
-from pi2.formats.packing import align_bytes
+from pi2.formats.packing import align_bytes, fill_groups
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
@@ -189,6 +189,18 @@ class Place:
     ) -> DenseTensor:
         """A float32 tensor, of one row if no number is given."""
         return self.matrix(kind, rows, length, *sources, precision="fp32", transform=transform)
+
+    def copy(
+        self, key: str, rows: int, length: int, *, precision: StoredPrecision | None = None
+    ) -> DenseTensor:
+        """The checkpoint's matrix of that key; zeros fill its rows up to whole groups."""
+        source = self.take(key, rows, length)
+        return self.matrix(key, rows, fill_groups(length), source, precision=precision)
+
+    def copy_vector(self, key: str, length: int, rows: int | None = None) -> DenseTensor:
+        """The checkpoint's vector of that key, or its matrix of ``rows``, float32."""
+        shape = (length,) if rows is None else (rows, length)
+        return self.vector(key, length, self.take(key, *shape), rows=rows or 1)
 
     def norm(self, kind: str, *, is_there: bool = True) -> DenseTensor:
         """A vector as wide as the residual stream: the checkpoint's tensor of that key, or ones if

@@ -55,8 +55,7 @@ def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
     model, shape, precision = at.model, at.model.shape, at.model.quantization
     hidden, stored = shape.hidden, shape.stored_hidden
     rows: Order | None
-    source = at.take("embedding", shape.vocab, hidden)
-    yield at.matrix(EMBEDDING, shape.vocab, stored, source, precision=precision.embedding)
+    yield at.copy(EMBEDDING, shape.vocab, hidden, precision=precision.embedding)
     if model.norm.embedding_weights:
         yield at.norm(EMBEDDING_NORM)
         yield from [at.norm(f"{EMBEDDING_NORM}_bias")] if model.norm.bias else ()
@@ -68,16 +67,12 @@ def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
     own = model.layer_embedding
     if own is not None:
         width, vocab = shape.layers * own.width, own.vocab or shape.vocab
-        source = at.take("layer_embedding", vocab, width)
-        length = fill_groups(width)
-        yield at.matrix(LAYER_EMBEDDING, vocab, length, source, precision=precision.embedding)
-        yield at.matrix(LAYER_PROJECTION, width, stored, at.take("layer_projection", width, hidden))
+        yield at.copy(LAYER_EMBEDDING, vocab, width, precision=precision.embedding)
+        yield at.copy(LAYER_PROJECTION, width, hidden)
         source = at.take("layer_projection_norm", own.width)
         yield at.vector(LAYER_PROJECTION_NORM, own.stored_width, source)
     if model.ngrams is not None:
-        length = hidden // model.ngrams.count
-        source = at.take("ngram_rows", model.ngrams.rows, length)
-        yield at.matrix("ngram_rows", model.ngrams.rows, fill_groups(length), source)
+        yield at.copy("ngram_rows", model.ngrams.rows, hidden // model.ngrams.count)
     if model.altup is not None:
         others = model.altup.streams - 1
         rows = None if hidden == stored else partial(range, hidden)
@@ -121,21 +116,18 @@ def list_head_tensors(at: Place) -> Iterator[DenseTensor]:
     it; ``head_bias`` [1, vocab]; float32 ``hyper_head`` [streams, streams hidden]."""
     model, vocab, hyper = at.model, at.model.shape.vocab, at.model.hyper
     if hyper is not None and hyper.head:
-        count, width = hyper.streams, hyper.streams * model.shape.hidden
-        source = at.take("hyper_head", count, width)
-        yield at.vector("hyper_head", width, source, rows=count)
-        for end, length in (("bias", count), ("scale", 1)):
-            yield at.vector(f"hyper_head_{end}", length, at.take(f"hyper_head_{end}", length))
+        yield at.copy_vector("hyper_head", hyper.streams * model.shape.hidden, hyper.streams)
+        yield at.copy_vector("hyper_head_bias", hyper.streams)
+        yield at.copy_vector("hyper_head_scale", 1)
     if model.gated_streams is not None:
         yield from _list_gates(at, "hyper_head", model.gated_streams)
     yield at.norm(FINAL_NORM, is_there=model.norm.weights)
     if model.norm.bias:
         yield at.norm(FINAL_NORM_BIAS)
     if not model.tied_head:
-        source, length = at.take("head", vocab, model.shape.hidden), model.shape.stored_hidden
-        yield at.matrix(HEAD, vocab, length, source, precision=model.quantization.head)
+        yield at.copy(HEAD, vocab, model.shape.hidden, precision=model.quantization.head)
     if model.head_bias:
-        yield at.vector(HEAD_BIAS, vocab, at.take("head_bias", vocab))
+        yield at.copy_vector(HEAD_BIAS, vocab)
 
 
 def list_input_norms(at: Place, kind: str, *, is_there: bool = True) -> Iterator[DenseTensor]:
@@ -158,37 +150,35 @@ def list_layer_tensors(at: Place) -> Iterator[DenseTensor]:
     model, own, altup = at.model, at.model.layer_embedding, at.model.altup
     hidden, stored = model.shape.hidden, model.shape.stored_hidden
     if model.layer_scale:
-        yield at.vector("layer_scale", 1, at.take("layer_scale", 1))
+        yield at.copy_vector("layer_scale", 1)
     if own is not None:
-        gate = at.take("layer_input_gate", own.width, hidden)
-        yield at.matrix("layer_input_gate", own.width, stored, gate)
+        yield at.copy("layer_input_gate", own.width, hidden)
         output = at.take("layer_input_output", hidden, own.width)
         yield at.matrix("layer_input_output", stored, own.stored_width, output)
         yield at.norm("layer_input_norm")
     if model.hyper is not None:
         factors, width = model.hyper.factors, model.hyper.streams * hidden
         for key in ("hyper_attention", "hyper_ffn"):
-            yield at.vector(key, width, at.take(key, factors, width), rows=factors)
-            for end, count in (("bias", factors), ("scale", 3)):
-                yield at.vector(f"{key}_{end}", count, at.take(f"{key}_{end}", count))
+            yield at.copy_vector(key, width, factors)
+            yield at.copy_vector(f"{key}_bias", factors)
+            yield at.copy_vector(f"{key}_scale", 3)
     if model.gated_streams is not None:
+        streams = model.gated_streams.streams
         for key in ("hyper_attention", "hyper_ffn"):
             yield from _list_gates(at, key, model.gated_streams)
-            streams, width = model.gated_streams.streams, model.gated_streams.streams * hidden
-            source = at.take(f"{key}_inject", streams, width)
-            yield at.matrix(f"{key}_inject", streams, fill_groups(width), source)
+            yield at.copy(f"{key}_inject", streams, streams * hidden)
     if model.ngrams is not None and model.ngrams.layer == at.layer:
         yield from _list_ngrams(at, model.ngrams)
     if altup is None:
         return
     streams, rank = altup.streams, altup.laurel_rank
-    yield at.matrix("laurel_in", rank, stored, at.take("laurel_in", rank, hidden))
+    yield at.copy("laurel_in", rank, hidden)
     yield at.matrix("laurel_out", stored, fill_groups(rank), at.take("laurel_out", hidden, rank))
     router = at.take("altup_router", streams, hidden)
     yield at.vector("altup_router", stored, router, rows=streams)
     yield at.norm("altup_router_norm")
-    for key, rows in (("altup_predict", streams * streams), ("altup_correct", streams)):
-        yield at.vector(key, streams, at.take(key, rows, streams), rows=rows)
+    yield at.copy_vector("altup_predict", streams, streams * streams)
+    yield at.copy_vector("altup_correct", streams, streams)
     yield at.norm("laurel_norm")
     if altup.scaled:
         yield at.norm("altup_scale")
@@ -197,10 +187,9 @@ def list_layer_tensors(at: Place) -> Iterator[DenseTensor]:
 def _list_gates(at: Place, key: str, own: GatedStreams) -> Iterator[DenseTensor]:
     """Norms and gates by which an operator reads gated streams."""
     rank, width = own.rank, own.streams * at.model.shape.hidden
-    yield at.vector(f"{key}_norm", width, at.take(f"{key}_norm", width))
-    for end, rows, length in (("down", rank, width), ("up", width, rank)):
-        source = at.take(f"{key}_{end}", rows, length)
-        yield at.matrix(f"{key}_{end}", rows, fill_groups(length), source)
+    yield at.copy_vector(f"{key}_norm", width)
+    yield at.copy(f"{key}_down", rank, width)
+    yield at.copy(f"{key}_up", width, rank)
 
 
 def _list_ngrams(at: Place, own: Ngrams) -> Iterator[DenseTensor]:
@@ -208,11 +197,10 @@ def _list_ngrams(at: Place, own: Ngrams) -> Iterator[DenseTensor]:
     assert at.model.gated_streams is not None
     hidden = at.model.shape.hidden
     width = at.model.gated_streams.streams * hidden
-    for key, rows in (("ngram_key", width), ("ngram_value", hidden)):
-        source = at.take(key, rows, hidden)
-        yield at.matrix(key, rows, at.model.shape.stored_hidden, source)
+    yield at.copy("ngram_key", width, hidden)
+    yield at.copy("ngram_value", hidden, hidden)
     for key in ("ngram_key_norm", "ngram_query_norm", "ngram_convolution_norm"):
-        yield at.vector(key, width, at.take(key, width))
+        yield at.copy_vector(key, width)
     source = at.take("ngram_convolution", width, own.kernel)
     yield at.vector("ngram_convolution", own.kernel, source, rows=width)
 

@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 from pi2.authoring.writing import write_plan
 from pi2.cli.main import run
 from pi2.fitting.check import Report, check_file
-from pi2.plan.composing.compose import compose, parse_key, trace_value
-from pi2.plan.composing.trees import (
-    Node,
-    build_tree,
-    extract_values,
-    find_node,
-    look_up,
-    merge_trees,
-)
+from pi2.plan.reading.compose import Composition, parse_key, trace_value
+from pi2.plan.reading.trees import Node, build_tree, extract_values, find_node, merge_trees
 from pi2.plan.toml.source import SourceFile, parse_source
-from pi2.plan.toml.text import KeyPath, write_key, write_value
+from pi2.plan.toml.text import KeyPath, look_up, write_key, write_value
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests/plans/broken/parts"
@@ -261,7 +254,7 @@ def test_composing_does_not_change_what_was_read() -> None:
     source = parse_source(PARTS / "x.plan.toml", "x.plan.toml", text)
     assert isinstance(source, SourceFile)
     before = tomli.loads(text)
-    compose(source, "plan")
+    Composition(source, "plan")
     assert source.values == before
 
 

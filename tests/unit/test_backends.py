@@ -78,7 +78,7 @@ def test_the_plan_language_imports_no_backend_in_any_way(tmp_path: Path) -> None
         "    importlib.import_module(found.name)\n"
         "from pi2.plan.arithmetic.resolved import ResolvedPlan\n"
         "from pi2.plan.arithmetic.sources import Source\n"
-        "from pi2.plan.checking.findings import Facts\n"
+        "from pi2.plan.checking import Facts\n"
         "from pi2.plan.checking.rules import load_rules\n"
         "from pi2.plan.reading.references import DOCUMENTS\n"
         "known, files = {}, {}\n"

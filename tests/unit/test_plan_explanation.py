@@ -13,8 +13,8 @@ from pi2.authoring.explanation import describe_path, explain_value, list_keys, p
 from pi2.cli import validate as command
 from pi2.cli.main import run
 from pi2.fitting.check import check_file, check_plan, load_pages
-from pi2.plan.composing.compose import trace_value
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.reading.compose import trace_value
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind
 from pi2.plan.toml.text import format_path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from pi2.plan.documents.common import dump_plain, hash_json
 from pi2.plan.documents.device import Device, UnitKind
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
-from pi2.plan.documents.plan_units import list_layers
+from pi2.plan.documents.plan_units import LayerOverride, LayerSettings, list_layers
 from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import GROUP, BundleLayout, round_up
 
@@ -60,10 +60,17 @@ class ResolvedLayer:
     """What a dense unit has of them; None where the sparse unit has all."""
     split_path: KeyPath
     hot_path: KeyPath
+    splits: Mapping[KeyPath, Mapping[str, float]]
+    """Its splits by their places: that for one sequence, then those for several."""
 
     def find_dense_share(self, sequences: int) -> float:
         """Share of its neurons that a dense unit computes in steps of so many sequences."""
         return 0.0 if self.dense is None else self.dense.shares[sequences - 1]
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What layers are compared by."""
+        return dict(self.split), self.hot, self.hot_neurons, self.dense
 
     @property
     def own_hot(self) -> range:
@@ -113,7 +120,7 @@ class ResolvedPlan:
 
     @cached_property
     def layers(self) -> tuple[ResolvedLayer, ...]:
-        return resolve_layers(self.plan, self.model, self.device)
+        return _resolve_layers(self.plan, self.model, self.device)
 
     @cached_property
     def bundle(self) -> BundleLayout:
@@ -181,7 +188,7 @@ class ResolvedPlan:
         if self.divided_rows is not None:
             names[self.divided_rows.unit] = None
         names.pop(self.sparse_unit, None)
-        return tuple(name for name in names if self.has_backend(name))
+        return tuple(name for name in names if self.find_backend(name) is not None)
 
     def find_owned_share(self, unit: str) -> float:
         """Share of all neurons that a dense unit computes in steps of ``decode.batch``."""
@@ -210,18 +217,14 @@ class ResolvedPlan:
             head=count_rows(head, model.shape.vocab),
         )
 
-    def name_backend(self, unit: str) -> str:
-        settings = self.plan.units.get(unit)
-        if settings is not None and settings.backend is not None:
-            return settings.backend
-        return self.plan.backends[self.device.units[unit].kind]
+    def find_backend(self, unit: str) -> str | None:
+        return find_backend(self.plan, self.device, unit)
 
-    def has_backend(self, unit: str) -> bool:
-        if unit not in self.device.units:
-            return False
-        settings = self.plan.units.get(unit)
-        named = settings is not None and settings.backend is not None
-        return named or self.device.units[unit].kind in self.plan.backends
+    def name_backend(self, unit: str) -> str:
+        """The backend of a unit that has one."""
+        found = self.find_backend(unit)
+        assert found is not None, unit
+        return found
 
     def shares_main_memory(self, unit: str) -> bool:
         """Whether what a dense unit keeps counts against the budget."""
@@ -242,14 +245,56 @@ class ResolvedPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, hexadecimal, of the canonical JSON of plan, device and model."""
-        # Checking many plans needs no digests, and they take a tenth of the time.
-        return compute_digest(self)
+        """SHA-256, hexadecimal, of the canonical JSON of plan, device and model.
+
+        Settings of layers count as resolved: two spellings of the same plan agree.  Contents of the
+        device and model files count, their places do not; sizes of memory if they decide the
+        result."""
+        plan = dump_plain(self.plan)
+        # What is kept between requests does not change what a run is.
+        for key in ("device", "model", "layers", "serve"):
+            del plan[key]
+        if not (self.plan.decode.leaves_out or self.plan.experts.is_lossy):
+            plan["memory"] = {"embedding": self.plan.memory.embedding}
+        if plan["decode"]["speculation"] is None:
+            del plan["decode"]["speculation"]
+        elif self.draft is not None:
+            plan["decode"]["speculation"]["plan"] = self.draft.digest
+        # Plans have a copy of it, which counts.
+        model = dump_plain(self.model)
+        del model["sampling"]
+        sparsity = plan.pop("sparsity")
+        if sparsity is not None and self.thresholds is not None:
+            found = self.thresholds
+            limits = [list(pair) for pair in found.limits]
+            if found.expert_limits is not None:
+                limits = [
+                    [*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)
+                ]
+            plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
+        # Which matrices of a file are in memory changes nothing.
+        layers = [_dump_layer(layer) for layer in self.source.list_set(self.layers)]
+        return hash_json(
+            {"plan": plan, "layers": layers, "device": dump_plain(self.device), "model": model}
+        )
+
+
+def name_layers(first: int, last: int) -> str:
+    return f"layer {first}" if first == last else f"layers {first}-{last}"
 
 
 def has_packable_shape(model: Model) -> bool:
     """Whether predictors fill groups, without which no size can be computed."""
     return model.predictor is None or model.predictor.rank % GROUP == 0
+
+
+def find_backend(plan: Plan, device: Device, unit: str) -> str | None:
+    """The backend of a unit of the device, or of its kind; None if the plan names none."""
+    if unit not in device.units:
+        return None
+    settings = plan.units.get(unit)
+    stated = None if settings is None else settings.backend
+    return stated or plan.backends.get(device.units[unit].kind)
 
 
 def uses_main_memory(plan: Plan, device: Device, unit: str) -> bool:
@@ -261,54 +306,76 @@ def uses_main_memory(plan: Plan, device: Device, unit: str) -> bool:
 
 def find_sparse_unit(plan: Plan, device: Device) -> str:
     """Name of the unit that computes what no dense unit owns."""
-    names = list(dict.fromkeys(name for split in list_splits(plan) for name in split))
+    names = list(dict.fromkeys(name for own in list_placed_splits(plan) for name in own.split))
     known = [name for name in names if name in device.units]
     cpus = [name for name in known if device.units[name].kind == "cpu"]
     return (cpus or known or names)[0]
 
 
-def list_splits(plan: Plan) -> list[Mapping[str, float]]:
-    layers = plan.layers
-    splits: list[Mapping[str, float]] = [layers.split, *(batch.split for batch in layers.batches)]
-    for override in layers.overrides:
-        splits += [override.split] if override.split is not None else []
-        splits += [batch.split for batch in override.batches or ()]
-    return splits
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSplit:
+    """A split, and where it stands."""
+
+    split: Mapping[str, float]
+    path: KeyPath
+    subject: str
+    """What is divided, for people: which layers, and in which steps."""
 
 
-def resolve_layers(plan: Plan, model: Model, device: Device) -> tuple[ResolvedLayer, ...]:
+def list_settings(plan: Plan) -> Iterator[tuple[KeyPath, str, LayerSettings | LayerOverride]]:
+    """What a plan states of layers: its place, the layers for people, and the settings."""
+    yield ("layers",), "all layers", plan.layers
+    for number, override in enumerate(plan.layers.overrides):
+        subject = f'layers "{override.select.strip()}"'
+        yield ("layers", "overrides", number), subject, override
+
+
+def list_placed_splits(plan: Plan) -> Iterator[PlacedSplit]:
+    """Every split of the layers of a plan, in the order of the document."""
+    for path, subject, own in list_settings(plan):
+        if own.split is not None:
+            yield PlacedSplit(split=own.split, path=(*path, "split"), subject=subject)
+        for number, entry in enumerate(own.batches or ()):
+            yield PlacedSplit(
+                split=entry.split,
+                path=(*path, "batches", number, "split"),
+                subject=f"{subject} in steps of {entry.sequences} sequences",
+            )
+
+
+def _resolve_layers(plan: Plan, model: Model, device: Device) -> tuple[ResolvedLayer, ...]:
     """Expand ``[layers]`` and its overrides to one entry per layer; a later override wins."""
-    count = model.shape.layers
-    base = plan.layers
+    stated: list[dict[str, tuple[Any, KeyPath]]] = [{} for _ in range(model.shape.layers)]
+    for path, _, own in list_settings(plan):
+        select = own.select if isinstance(own, LayerOverride) else f"0-{len(stated) - 1}"
+        for key in ("split", "hot", "batches"):
+            value = getattr(own, key)
+            for layer in list_layers(select, len(stated)) if value is not None else ():
+                stated[layer][key] = value, (*path, key)
     sparse = find_sparse_unit(plan, device)
-    splits: list[tuple[Mapping[str, float], KeyPath]] = [(base.split, ("layers", "split"))] * count
-    hots: list[tuple[float, KeyPath]] = [(base.hot, ("layers", "hot"))] * count
-    batches = [base.batches] * count
-    for number, override in enumerate(base.overrides):
-        for layer in list_layers(override.select, count):
-            if override.split is not None:
-                splits[layer] = override.split, ("layers", "overrides", number, "split")
-            if override.hot is not None:
-                hots[layer] = override.hot, ("layers", "overrides", number, "hot")
-            if override.batches is not None:
-                batches[layer] = override.batches
-    return tuple(
-        ResolvedLayer(
-            split=MappingProxyType(split),
-            hot=hot,
-            hot_neurons=round(hot * model.layer_neurons),
-            dense=_find_dense_share(
-                [
-                    next((x.split for x in reversed(table) if x.sequences <= number), split)
-                    for number in range(1, plan.decode.step_tokens + 1)
-                ],
-                {name for name in device.units if name != sparse},
-                model.layer_neurons,
-            ),
-            split_path=split_path,
-            hot_path=hot_path,
-        )
-        for (split, split_path), (hot, hot_path), table in zip(splits, hots, batches, strict=True)
+    dense = {name for name in device.units if name != sparse}
+    return tuple(_resolve_layer(plan, model, dense, settings) for settings in stated)
+
+
+def _resolve_layer(
+    plan: Plan, model: Model, dense: Set[str], stated: Mapping[str, tuple[Any, KeyPath]]
+) -> ResolvedLayer:
+    split, split_path = stated["split"]
+    hot, hot_path = stated["hot"]
+    batches, batches_path = stated["batches"]
+    steps = [
+        next((entry.split for entry in reversed(batches) if entry.sequences <= number), split)
+        for number in range(1, plan.decode.step_tokens + 1)
+    ]
+    others = {(*batches_path, n, "split"): entry.split for n, entry in enumerate(batches)}
+    return ResolvedLayer(
+        split=MappingProxyType(split),
+        hot=hot,
+        hot_neurons=round(hot * model.layer_neurons),
+        dense=_find_dense_share(steps, dense, model.layer_neurons),
+        split_path=split_path,
+        hot_path=hot_path,
+        splits={split_path: split, **others},
     )
 
 
@@ -331,35 +398,3 @@ def _dump_layer(layer: ResolvedLayer) -> dict[str, Any]:
         # Other splits for several sequences, which most plans do not have.
         values["batches"] = [layer.dense.unit, *layer.dense.by_sequences]
     return values
-
-
-def compute_digest(resolved: ResolvedPlan) -> str:
-    """Digest of plan, device and model together.
-
-    Settings of layers count as resolved: two spellings of the same plan agree.  Contents of the
-    device and model files count, their places do not; sizes of memory if they decide the result."""
-    plan = dump_plain(resolved.plan)
-    # What is kept between requests does not change what a run is.
-    for key in ("device", "model", "layers", "serve"):
-        del plan[key]
-    if not (resolved.plan.decode.leaves_out or resolved.plan.experts.is_lossy):
-        plan["memory"] = {"embedding": resolved.plan.memory.embedding}
-    if plan["decode"]["speculation"] is None:
-        del plan["decode"]["speculation"]
-    elif resolved.draft is not None:
-        plan["decode"]["speculation"]["plan"] = resolved.draft.digest
-    # Plans have a copy of it, which counts.
-    model = dump_plain(resolved.model)
-    del model["sampling"]
-    sparsity = plan.pop("sparsity")
-    if sparsity is not None and resolved.thresholds is not None:
-        found = resolved.thresholds
-        limits = [list(pair) for pair in found.limits]
-        if found.expert_limits is not None:
-            limits = [[*pair, *own] for pair, own in zip(limits, found.expert_limits, strict=True)]
-        plan["sparsity"] = {"method": sparsity["method"], "thresholds": limits}
-    # Which matrices of a file are in memory changes nothing.
-    layers = [_dump_layer(layer) for layer in resolved.source.list_set(resolved.layers)]
-    return hash_json(
-        {"plan": plan, "layers": layers, "device": dump_plain(resolved.device), "model": model}
-    )

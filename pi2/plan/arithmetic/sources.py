@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pi2.plan.documents.quantities import approximate_bytes
+from pi2.plan.toml.text import look_up
 
 if TYPE_CHECKING:
     from pi2.diagnostics import UserError
@@ -250,10 +251,7 @@ class Completion:
 
     def read(self, *path: str) -> Any:
         """The value at ``path``; None if there is none."""
-        found: Any = self.values
-        for part in path:
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
+        return look_up(self.values, path)
 
     def derive(self, path: KeyPath, value: object, reason: str) -> None:
         if self.read(*map(str, path)) is not None:

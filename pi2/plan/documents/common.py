@@ -6,9 +6,23 @@ import types
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeGuard,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 MAX_COMPARED = 200
 """Names that a misspelt one is compared with: documents have fewer, hostile files may not."""
@@ -28,13 +42,18 @@ def strip_annotation(annotation: Any) -> Any:
             return annotation
 
 
+def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
+    """Whether a type is that of a table with known keys."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 def find_type(root: type[BaseModel], path: Sequence[str | int]) -> Any:
     """Type of the value at ``path`` below ``root``; None where the models have no such path."""
     current: Any = root
     for part in path:
         current = strip_annotation(current)
         origin = get_origin(current)
-        if isinstance(current, type) and issubclass(current, BaseModel):
+        if is_table(current):
             field = current.model_fields.get(str(part))
             if field is None:
                 return None
@@ -51,9 +70,13 @@ def find_type(root: type[BaseModel], path: Sequence[str | int]) -> Any:
 def list_known_keys(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """Names of the keys that the table at ``path`` may have; empty where any key may stand."""
     found = find_type(root, path)
-    if isinstance(found, type) and issubclass(found, BaseModel):
-        return list(found.model_fields)
-    return []
+    return list(found.model_fields) if is_table(found) else []
+
+
+def find_field(root: type[BaseModel], path: Sequence[str | int]) -> "FieldInfo | None":
+    """What the table around the key at ``path`` says of it; None for entries and users' names."""
+    table = find_type(root, path[:-1])
+    return table.model_fields.get(str(path[-1])) if is_table(table) else None
 
 
 def suggest(word: str, known: Iterable[str]) -> str | None:

@@ -19,13 +19,6 @@ def walk_figures(value: object) -> Iterator[tuple[KeyPath, Origin]]:
             yield place, item
 
 
-def walk_texts(value: object) -> Iterator[tuple[KeyPath, str]]:
-    """Every text below ``value`` with its key path."""
-    for place, item in walk_values(value, ()):
-        if isinstance(item, str):
-            yield place, item
-
-
 def walk_values(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     """``value`` and everything below it, including values that are not stated."""
     yield path, value
@@ -40,8 +33,23 @@ def walk_values(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]
             yield from walk_values(item, (*path, number))
 
 
-Match = tuple[Literal["serial", "account", "home"], int, int]
-"""The kind of a piece of private text, its start and its end."""
+PrivateKind = Literal["serial", "account", "home"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private:
+    """A private piece of a text."""
+
+    kind: PrivateKind
+    start: int
+    end: int
+    text: str
+
+    @property
+    def shortened(self) -> str:
+        """The beginning of the piece: enough to find it again, and not enough to give it away."""
+        return f"{self.text[:3]}…" if self.kind != "home" else self.text[:32]
+
 
 # Compiled by their first text: few have any.
 LABELLED_SERIAL = (
@@ -65,27 +73,33 @@ TOKEN = r"(?<!\w)(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{
 
 HOME = (
     r"(?<![\w.])(?:/home/|/Users/|/var/home/|[A-Za-z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))"
-    r"(?P<found>[^\s/\\\"'<>|:*?,;)]{1,64})"
+    r"(?P<name>[^\s/\\\"'<>|:*?,;)]{1,64})"
 )
 
 NOBODY = frozenset({"user", "username", "you", "me", "name", "$user", "<user>", "runner", "shared"})
 """Names that guides write where a reader puts their own."""
 
 
-def find_matches(text: str) -> Iterator[Match]:
+_PATTERNS: tuple[tuple[PrivateKind, str], ...] = (
+    *(("serial", p) for p in (LABELLED_SERIAL, MAC, UUID, LONG_DIGITS, PHONE_SERIAL)),
+    *(("account", p) for p in (EMAIL, LOGIN, SHELL_PROMPT, URL_ACCOUNT, TOKEN)),
+    ("home", HOME),
+)
+
+
+def find_matches(text: str) -> Iterator[Private]:
     """Every piece of ``text`` that a pattern finds; some overlap."""
-    for pattern in (LABELLED_SERIAL, MAC, UUID, LONG_DIGITS, PHONE_SERIAL):
-        for match in re.finditer(pattern, text):
-            if _is_serial(pattern, match):
-                yield "serial", *_locate(match)
-    for pattern in (EMAIL, LOGIN, SHELL_PROMPT, URL_ACCOUNT, TOKEN):
+    for kind, pattern in _PATTERNS:
         for match in re.finditer(pattern, text):
             start, end = _locate(match)
-            if text[start:end].lower() not in NOBODY:
-                yield "account", start, end
-    for match in re.finditer(HOME, text):
-        if match["found"].lower() not in NOBODY:
-            yield "home", *match.span()
+            piece = text[start:end]
+            if kind == "serial":
+                is_private = _is_serial(pattern, match)
+            else:
+                name = match["name"] if kind == "home" else piece
+                is_private = name.lower() not in NOBODY
+            if is_private:
+                yield Private(kind=kind, start=start, end=end, text=piece)
 
 
 def _locate(match: re.Match[str]) -> tuple[int, int]:
@@ -116,8 +130,6 @@ def _has_check_digit(digits: str) -> bool:
     return total % 10 == 0
 
 
-PrivateKind = Literal["serial", "account", "home"]
-
 _HINT = re.compile(
     r"@|/home/|[Uu]sers|[A-Z0-9]{11}|[0-9A-Fa-f]{8}-|[0-9A-Fa-f]{2}[:-][0-9A-Fa-f]{2}[:-]|_\w{20}"
     r"|glpat-|(?i:serial|s/n|imei|meid|asset|android|udid|user|login|account|host[ _-]?name)"
@@ -127,31 +139,13 @@ _HINT = re.compile(
 _PLACEHOLDER = {"serial": "(serial number)", "account": "(account)", "home": "~"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Private:
-    """A private piece of a text."""
-
-    kind: PrivateKind
-    start: int
-    end: int
-    text: str
-
-    @property
-    def shortened(self) -> str:
-        """The beginning of the piece: enough to find it again, and not enough to give it away."""
-        return f"{self.text[:3]}…" if self.kind != "home" else self.text[:32]
-
-
 @lru_cache(maxsize=4096)  # three rules ask about the same texts
 def find_private(text: str) -> tuple[Private, ...]:
     """Every private piece of ``text`` in order; pieces do not overlap."""
     if _HINT.search(text) is None:
         return ()
-
-    matches = sorted(find_matches(text), key=lambda item: (item[1], -item[2]))
-    found = [Private(kind=k, start=i, end=j, text=text[i:j]) for k, i, j in matches]
     kept: list[Private] = []
-    for item in found:
+    for item in sorted(find_matches(text), key=lambda item: (item.start, -item.end)):
         if not kept or item.start >= kept[-1].end:
             kept.append(item)
     return tuple(kept)

@@ -8,12 +8,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pi2.diagnostics import UserError
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -244,11 +248,11 @@ def explain_giga_ops(text: str) -> tuple[float, str] | None:
     return found and (float(Fraction(found["number"]) * 1000), f"{found['number']} TOPS x 1000")
 
 
-def _validator(
+def _validate(
     units: Units,
     convert: Callable[[Fraction], float],
-    hint: str = "",
-    parse: Callable[[str, Units], Fraction] = parse_quantity,
+    parse: Callable[[str, Units], Fraction],
+    hint: str,
 ) -> BeforeValidator:
     def validate(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, str):
@@ -266,7 +270,37 @@ def _validator(
     return BeforeValidator(validate)
 
 
-def _whole(value: Fraction) -> int:
+def _make_type(
+    units: Units,
+    *examples: str,
+    write: Callable[[Any], str] | None = None,
+    convert: Callable[[Fraction], float] = float,
+    parse: Callable[[str, Units], Fraction] = parse_quantity,
+    pattern: str | None = None,
+    hint: str = "",
+) -> Any:
+    """The type of a key whose text is a number and one of ``units``; ``pattern`` and ``hint`` say
+    what else it may be."""
+    usual = rf"^\s*{_NUMBER}\s*({'|'.join(map(re.escape, units))})\s*$"
+    schema = {"type": "string", "pattern": pattern or usual, "examples": list(examples)}
+    return Annotated[
+        float if convert is float else int,
+        _validate(units, convert, parse, hint),
+        PlainSerializer(write or partial(format_quantity, units=units), return_type=str),
+        WithJsonSchema(schema),
+    ]
+
+
+def find_quantity(field: "FieldInfo") -> dict[str, Any] | None:
+    """The JSON Schema of a field's quantity; None if it has another type."""
+    found = [*field.metadata]
+    for option in get_args(field.annotation):  # Bytes | None
+        found += get_args(option)[1:] if get_origin(option) is Annotated else ()
+    schemas = (item.json_schema for item in found if isinstance(item, WithJsonSchema))
+    return next((dict(schema) for schema in schemas if schema is not None), None)
+
+
+def _convert_bytes(value: Fraction) -> int:
     if value < 1 and value != 0:
         raise QuantityError("not a whole number of bytes")
     if value >= 2**63:
@@ -279,92 +313,43 @@ def _strip_names(pattern: str) -> str:
     return re.sub(r"\?P<\w+>", "?:", pattern)
 
 
-def _schema(units: Units, examples: list[str]) -> WithJsonSchema:
-    alternatives = "|".join(re.escape(unit) for unit in units)
-    pattern = rf"^\s*{_NUMBER}\s*({alternatives})\s*$"
-    return WithJsonSchema({"type": "string", "pattern": pattern, "examples": examples})
-
-
-Bytes = Annotated[
-    int,
-    _validator(BYTE_UNITS, _whole),
-    PlainSerializer(format_bytes, return_type=str),
-    _schema(BYTE_UNITS, ["512 B", "19 GiB"]),
-]
-"""A size in bytes, written ``"19 GiB"``."""
-
-MemoryBytes = Annotated[
-    int,
-    _validator(BYTE_UNITS, _whole, 'a share is "60 %" of memory, or "60 % of the file"'),
-    PlainSerializer(format_bytes, return_type=str),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": rf"^\s*{_NUMBER}\s*({'|'.join(BYTE_UNITS)}|%(\s+of\s+the\s+file)?)\s*$",
-            "examples": ["19 GiB", "60 %"],
-        }
-    ),
-]
-"""A size in bytes; plans may state a share of the memory, which is replaced before."""
-
-BytesPerSecond = Annotated[
-    float,
-    _validator(
-        RATE_UNITS,
-        float,
-        'a data sheet\'s "6400 MT/s x 128 bit" and "250 kIOPS x 4 KiB" are also read',
-        parse_rate,
-    ),
-    PlainSerializer(lambda value: format_quantity(value, RATE_UNITS_OUT), return_type=str),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": rf"^(\s*{_NUMBER}\s*({'|'.join(RATE_UNITS)})\s*|{_strip_names(_BUS)}"
-            rf"|{_strip_names(_BLOCKS)}|\s*{_NUMBER}\s*k?IOPS\s*)$",
-            "examples": ["450 MB/s", "43.9 GB/s", "6400 MT/s x 128 bit", "250 kIOPS x 4 KiB"],
-        }
-    ),
-]
-"""A transfer rate in bytes per second, written ``"450 MB/s"``."""
-
 RATE_UNITS_OUT: Mapping[str, int | Fraction] = {"B/s": 1, "MB/s": 10**6, "GB/s": 10**9}
 
-Hertz = Annotated[
-    float,
-    _validator(HERTZ_UNITS, float),
-    PlainSerializer(lambda value: format_quantity(value, HERTZ_UNITS), return_type=str),
-    _schema(HERTZ_UNITS, ["3.3 GHz"]),
-]
-"""A frequency in hertz, written ``"3.3 GHz"``."""
-
-Seconds = Annotated[
-    float,
-    _validator(SECOND_UNITS, float),
-    PlainSerializer(lambda value: format_quantity(value, SECOND_UNITS), return_type=str),
-    _schema(SECOND_UNITS, ["120 us"]),
-]
-"""A duration in seconds, written ``"120 us"``."""
-
-LongSeconds = Annotated[
-    float,
-    _validator(LONG_UNITS, float),
-    PlainSerializer(lambda value: format_quantity(value, LONG_UNITS), return_type=str),
-    _schema(LONG_UNITS, ["30 s", "10 min"]),
-]
-"""A time in seconds that people wait, written ``"10 min"``."""
-
-TokensPerSecond = Annotated[
-    float,
-    _validator(TOKEN_UNITS, float),
-    PlainSerializer(lambda value: format_quantity(value, TOKEN_UNITS), return_type=str),
-    _schema(TOKEN_UNITS, ["8 tok/s"]),
-]
-"""A speed of generation in tokens per second, written ``"8 tok/s"``."""
-
-Watts = Annotated[
-    float,
-    _validator(WATT_UNITS, float),
-    PlainSerializer(lambda value: format_quantity(value, WATT_UNITS), return_type=str),
-    _schema(WATT_UNITS, ["5.1 W"]),
-]
-"""A power in watts, written ``"5.1 W"``."""
+if TYPE_CHECKING:
+    Bytes = int
+    MemoryBytes = int
+    BytesPerSecond = float
+    Hertz = float
+    Seconds = float
+    LongSeconds = float
+    TokensPerSecond = float
+    Watts = float
+else:
+    Bytes = _make_type(BYTE_UNITS, "512 B", "19 GiB", write=format_bytes, convert=_convert_bytes)
+    # A size, or a share of the memory, which is replaced before.
+    MemoryBytes = _make_type(
+        BYTE_UNITS,
+        "19 GiB",
+        "60 %",
+        write=format_bytes,
+        convert=_convert_bytes,
+        pattern=rf"^\s*{_NUMBER}\s*({'|'.join(BYTE_UNITS)}|%(\s+of\s+the\s+file)?)\s*$",
+        hint='a share is "60 %" of memory, or "60 % of the file"',
+    )
+    BytesPerSecond = _make_type(
+        RATE_UNITS,
+        "450 MB/s",
+        "43.9 GB/s",
+        "6400 MT/s x 128 bit",
+        "250 kIOPS x 4 KiB",
+        write=partial(format_quantity, units=RATE_UNITS_OUT),
+        parse=parse_rate,
+        pattern=rf"^(\s*{_NUMBER}\s*({'|'.join(RATE_UNITS)})\s*|{_strip_names(_BUS)}"
+        rf"|{_strip_names(_BLOCKS)}|\s*{_NUMBER}\s*k?IOPS\s*)$",
+        hint='a data sheet\'s "6400 MT/s x 128 bit" and "250 kIOPS x 4 KiB" are also read',
+    )
+    Hertz = _make_type(HERTZ_UNITS, "3.3 GHz")
+    Seconds = _make_type(SECOND_UNITS, "120 us")
+    LongSeconds = _make_type(LONG_UNITS, "30 s", "10 min")
+    TokensPerSecond = _make_type(TOKEN_UNITS, "8 tok/s")
+    Watts = _make_type(WATT_UNITS, "5.1 W")

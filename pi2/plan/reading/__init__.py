@@ -1,1 +1,1 @@
-"""From a file's values to a document: references, kinds, schema errors in plain words."""
+"""From a file's values to a document: references, composition, schema errors in plain words."""

@@ -84,16 +84,7 @@ def spread_blocks(source: SourceFile) -> tuple[SourceFile, list[Diagnostic]]:
         return replace(source, values=values), findings
     spread = _Spread(values, document.blocks)
     spread.run()
-    findings = [
-        Diagnostic(
-            code=code,
-            message=message,
-            help=help,
-            span=source.spans.find_value(path),
-            path=format_path(path),
-        )
-        for code, path, message, help in spread.faults
-    ]
+    findings = [source.report(*fault) for fault in spread.faults]
     aliases = {**source.aliases, **spread.aliases}
     return replace(source, values=spread.values, aliases=aliases), findings
 

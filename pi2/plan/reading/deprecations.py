@@ -11,7 +11,7 @@ import tomli
 from pi2.diagnostics import Diagnostic
 from pi2.plan.reading.references import DOCUMENTS
 from pi2.plan.toml.source import Kind, SourceFile
-from pi2.plan.toml.text import KeyPath, format_path, write_value
+from pi2.plan.toml.text import KeyPath, write_value
 
 Step = Callable[[MutableMapping[str, Any], Kind], None]
 """Changes a document of one version into one of the next, but for ``schema_version``."""
@@ -90,14 +90,13 @@ def modernise(source: SourceFile, kind: Kind) -> tuple[SourceFile, list[Diagnost
             STEPS[number](values, kind)
         values["schema_version"] = newest
         warnings.append(
-            Diagnostic(
-                code="P109",
-                severity="warning",
-                message=f"the file is written in version {version} of the plan language, "
+            source.report(
+                "P109",
+                ("schema_version",),
+                f"the file is written in version {version} of the plan language, "
                 f"{newest} is the present one",
-                help="upgrade it with `pi2 migrate`",
-                span=source.spans.find_value(("schema_version",)),
-                path="schema_version",
+                "upgrade it with `pi2 migrate`",
+                severity="warning",
             )
         )
     for path, item in [(path, rename) for rename in own for path in find_old_keys(values, rename)]:
@@ -118,16 +117,9 @@ def modernise(source: SourceFile, kind: Kind) -> tuple[SourceFile, list[Diagnost
             advice = f"write `{item.new}`, or let `pi2 migrate` do it"
         if is_old(version, kind) and version < item.since:
             continue
-        warnings.append(
-            Diagnostic(
-                code="P109",
-                severity="warning",
-                message=message,
-                help=advice,
-                span=source.spans.find_key(path),
-                path=format_path(path),
-            )
-        )
+        span = source.spans.find_key(path)
+        finding = source.report("P109", path, message, advice, severity="warning", span=span)
+        warnings.append(finding)
     return replace(source, values=values, aliases=aliases), warnings
 
 

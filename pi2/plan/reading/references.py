@@ -152,15 +152,11 @@ def find_shipped_folder() -> Path:
 
 def list_shipped(kind: Kind) -> dict[str, Path]:
     """Files of shipped documents by short name; a plan's name may have a folder in it."""
-    suffix = f".{kind}.toml"
-    folder = find_shipped_folder()
-    if kind == "plan":
-        files = [*folder.glob(f"*{suffix}"), *folder.glob(f"*/*{suffix}")]
-        return {
-            path.relative_to(folder).as_posix().removesuffix(suffix): path for path in sorted(files)
-        }
-    folder = folder / _FOLDERS[kind]
-    return {path.name.removesuffix(suffix): path for path in sorted(folder.glob(f"*{suffix}"))}
+    suffix, folder = f".{kind}.toml", find_shipped_folder() / _FOLDERS[kind]
+    files = [*folder.glob(f"*{suffix}"), *folder.glob(f"*/*{suffix}")]
+    return {
+        path.relative_to(folder).as_posix().removesuffix(suffix): path for path in sorted(files)
+    }
 
 
 LOCK = "pi2.lock"

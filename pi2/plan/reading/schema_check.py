@@ -17,14 +17,16 @@ from pi2.plan.documents.common import (
     MAX_COMPARED,
     SCHEMA_VERSION,
     Document,
+    find_field,
     find_type,
+    is_table,
     list_known_keys,
     suggest,
 )
 from pi2.plan.documents.model_mixing import LAYER_CHOICE, LAYER_KIND
-from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.documents.quantities import find_quantity, format_bytes
 from pi2.plan.toml.source import MAX_SHOWN, SourceFile, limit_findings
-from pi2.plan.toml.text import KeyPath, format_path, name_path, write_value
+from pi2.plan.toml.text import KeyPath, format_path, look_up, write_value
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -92,13 +94,9 @@ def check_version(source: SourceFile, document: type[Document]) -> Diagnostic | 
     if key not in source.values:
         if suggest(key, set(source.values) - set(document.model_fields)) is not None:
             return None  # misspelt, and reported as an unknown key
-        return Diagnostic(
-            code="P102",
-            message=f"missing key `{key}`",
-            help=f"{write_it} as the first key",
-            span=source.spans.find_key(()),
-            path=key,
-        )
+        span = source.spans.find_key(())
+        message, help_text = f"missing key `{key}`", f"{write_it} as the first key"
+        return source.report("P102", (key,), message, help_text, span=span)
     version = source.values[key]
     if type(version) is int and newest <= version <= SCHEMA_VERSION:
         return None
@@ -111,35 +109,26 @@ def check_version(source: SourceFile, document: type[Document]) -> Diagnostic | 
             f"the file is written in version {min(version, 10**9)} of the plan language, "
             f"this pi2 knows version {SCHEMA_VERSION}"
         )
-    span = source.spans.find_value((key,))
-    return Diagnostic(code=code, message=message, help=help_text, span=span, path=key)
+    return source.report(code, (key,), message, help_text)
 
 
 def _check_scalars(source: SourceFile, values: Any) -> Iterator[tuple[KeyPath, Diagnostic]]:
     """Find values that JSON cannot carry or would change, and replace them by None."""
     for path, container, key in _walk(values):
-        value = container[key]
+        value, code, help_text = container[key], "P108", None
         if isinstance(value, datetime.date | datetime.time):
-            message = f"`{format_path(path)}` is a date or time, and no key takes one"
+            fault, code = "is a date or time, and no key takes one", "P103"
             help_text = "if it is meant as text, put it in quotes"
-            code = "P103"
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            message, help_text = f"`{format_path(path)}` does not fit into 64 bits", None
-            code = "P108"
+            fault = "does not fit into 64 bits"
         elif isinstance(value, str) and not _is_utf8(value):
-            message, help_text = f"`{format_path(path)}` is not UTF-8", None
-            code = "P108"
+            fault = "is not UTF-8"
         elif isinstance(value, float) and not math.isfinite(value):
-            message, help_text = f"`{format_path(path)}` is not a finite number", None
-            code = "P108"
+            fault = "is not a finite number"
         else:
             continue
         container[key] = None
-        span = source.spans.find_value(path)
-        yield (
-            path,
-            Diagnostic(code=code, message=message, help=help_text, span=span, path=name_path(path)),
-        )
+        yield path, source.report(code, path, f"`{format_path(path)}` {fault}", help_text)
 
 
 def _is_utf8(text: str) -> bool:
@@ -258,12 +247,13 @@ def explain_violation(
             if 2 < value <= 100:
                 help_text = f"write {value / 100:g} for {value} %"
     elif kind == "too_short":
-        message = f"`{shown}` needs at least {_count_entries(context.get('min_length', 1))}"
+        least = context.get("min_length", 1)
+        message = f"`{shown}` needs at least {'one entry' if least == 1 else f'{least} entries'}"
     elif kind in ("string_too_long", "string_too_short"):
         limit = context.get("max_length", context.get("min_length"))
         word = "at most" if kind == "string_too_long" else "at least"
         message = f"`{shown}` has {word} {limit} characters, got {len(str(value))}"
-    return Diagnostic(code=code, message=message, help=help_text, span=span, path=name_path(path))
+    return source.report(code, path, message, help_text, span=span)
 
 
 _LIMITS = {
@@ -273,10 +263,6 @@ _LIMITS = {
     "less_than_equal": "at most {le}",
     "finite_number": "a finite number",
 }
-
-
-def _count_entries(number: int) -> str:
-    return "one entry" if number == 1 else f"{number} entries"
 
 
 def describe_value(value: object) -> str:
@@ -299,23 +285,15 @@ def _name_table(path: KeyPath) -> str:
 
 
 def _explain_missing(source: SourceFile, document: type[BaseModel], path: KeyPath) -> Diagnostic:
-    parent, name = path[:-1], str(path[-1])
-    return Diagnostic(
-        code="P102",
-        message=f"missing key `{name}` {_name_table(parent)}",
-        help=_suggest_line(document, path),
-        span=source.spans.find_table(parent),
-        path=name_path(path),
-    )
+    message = f"missing key `{path[-1]}` {_name_table(path[:-1])}"
+    span = source.spans.find_table(path[:-1])
+    return source.report("P102", path, message, _suggest_line(document, path), span=span)
 
 
 def is_misspelt(source: SourceFile, document: type[BaseModel], path: KeyPath) -> bool:
     """Whether the missing key at ``path`` exists with a slip of the pen: one finding suffices."""
-    current: Any = source.values
-    for part in path[:-1]:
-        current = current[part]
     known = list_known_keys(document, path[:-1])
-    keys = islice(current, MAX_COMPARED)
+    keys = islice(look_up(source.values, path[:-1]), MAX_COMPARED)
     return any(key not in known and suggest(key, known) == path[-1] for key in keys)
 
 
@@ -324,23 +302,15 @@ def _suggest_line(document: type[BaseModel], path: KeyPath) -> str | None:
     name = path[-1]
     if get_origin(wanted) is Literal:
         return f"one of {_join(get_args(wanted))}"
-    if isinstance(wanted, type) and issubclass(wanted, BaseModel):
+    if is_table(wanted):
         required = [key for key, field in wanted.model_fields.items() if field.is_required()]
         needs = f" with {_join(required)}" if required else ""
         return f"add a table `[{format_path(path)}]`{needs}"
-    if wanted is int and _is_quantity(document, path):
+    field = find_field(document, path)
+    if wanted is int and field is not None and find_quantity(field) is not None:
         return f'for example `{name} = "4 MiB"`'
-    parent = find_type(document, path[:-1])
-    examples = parent.model_fields[name].examples if hasattr(parent, "model_fields") else None
+    examples = None if field is None else field.examples
     return f"for example `{name} = {write_value(examples[0])}`" if examples else None
-
-
-def _is_quantity(document: type[BaseModel], path: KeyPath) -> bool:
-    parent = find_type(document, path[:-1])
-    if not (isinstance(parent, type) and issubclass(parent, BaseModel)):
-        return False
-    field = parent.model_fields.get(str(path[-1]))
-    return field is not None and any("Before" in type(item).__name__ for item in field.metadata)
 
 
 def _explain_unknown(source: SourceFile, document: type[BaseModel], path: KeyPath) -> Diagnostic:
@@ -354,13 +324,8 @@ def _explain_unknown(source: SourceFile, document: type[BaseModel], path: KeyPat
             help_text = f"`{name}` belongs to {home}"
         elif known:
             help_text = f"known keys: {_join(known)}"
-    return Diagnostic(
-        code="P101",
-        message=f"unknown key `{name}` {_name_table(path[:-1])}",
-        help=help_text,
-        span=source.spans.find_key(path),
-        path=name_path(path),
-    )
+    message = f"unknown key `{name}` {_name_table(path[:-1])}"
+    return source.report("P101", path, message, help_text, span=source.spans.find_key(path))
 
 
 def _find_home(document: type[BaseModel], name: str) -> str | None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import tomli
 
-from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.toml.text import KeyPath
+from pi2.diagnostics import Diagnostic, Severity, Span, UserError
+from pi2.plan.toml.text import KeyPath, name_path
 
 if TYPE_CHECKING:
     from pi2.plan.toml.spans import SpanIndex
@@ -89,6 +89,26 @@ class SourceFile:
         for path, (key, value) in self.replaced.items():
             index.replace(path, key, value)
         return index
+
+    def report(
+        self,
+        code: str,
+        path: KeyPath,
+        message: str,
+        help: str | None = None,
+        *,
+        severity: Severity = "error",
+        span: Span | None = None,
+    ) -> Diagnostic:
+        """A finding about the value at ``path``, or about what stands at ``span``."""
+        return Diagnostic(
+            code=code,
+            severity=severity,
+            message=message,
+            help=help,
+            span=span or self.spans.find_value(path),
+            path=name_path(path),
+        )
 
 
 def detect_kind(name: str) -> Kind | None:
@@ -165,8 +185,6 @@ def measure_depth(values: Any) -> int:
             elif isinstance(item, list):
                 below.extend(item)
         level = [item for item in below if isinstance(item, dict | list)]
-        if depth > 10_000:
-            break
     return depth
 
 

@@ -206,8 +206,8 @@ class _Indexer:
         key = next((child for child in node.children if child.type in _KEY_TYPES), None)
         if key is None:
             return
-        values = [child for child in node.named_children if child.type not in _KEY_TYPES]
-        values = [child for child in values if child.type not in ("ERROR", "comment")]
+        others = _KEY_TYPES | {"ERROR", "comment"}
+        values = [child for child in node.named_children if child.type not in others]
         path = base
         parts = list(_split_key(key))
         for name, part in parts[:-1]:

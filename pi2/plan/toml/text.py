@@ -1,7 +1,8 @@
-"""Writing plain values as TOML."""
+"""Plain values of TOML: their key paths, and how they are written."""
 
 import datetime
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 KeyPath = tuple[str | int, ...]
 """Keys and array indices from the root, such as ``("layers", "overrides", 0, "select")``."""
@@ -25,6 +26,17 @@ def format_path(path: Sequence[str | int]) -> str:
 def name_path(path: KeyPath) -> str | None:
     """Key path for a diagnostic, None for the document itself."""
     return format_path(path) or None
+
+
+def look_up(values: Any, path: Sequence[str | int]) -> Any:
+    """The value at ``path`` in plain values; None where there is none (TOML has no null)."""
+    for part in path:
+        is_key = isinstance(values, dict) and part in values
+        is_index = isinstance(values, list) and isinstance(part, int) and 0 <= part < len(values)
+        if not (is_key or is_index):
+            return None
+        values = values[part]
+    return values
 
 
 def write_value(value: object) -> str:

@@ -186,19 +186,16 @@ def lay_out_bundle(
             row += size
         else:
             offset += hidden if spread else size
-    biases: list[Bias] = []
-    for name in names[:-1] if bias else ():
-        offset = round_up(offset, 4)
-        biases.append(Bias(name=name, offset=offset))
-        offset += 4
-    factor_offset = None
-    if factor:
-        factor_offset = round_up(offset, 4)
-        offset = factor_offset + 4
-    expert_offset = None
-    if mixed:
-        expert_offset = round_up(offset, 4)
-        offset = expert_offset + 4
+
+    def place_number() -> int:
+        """The next multiple of 4 bytes, for a number of 4 bytes."""
+        nonlocal offset
+        offset = round_up(offset, 4) + 4
+        return offset - 4
+
+    biases = tuple(Bias(name=name, offset=place_number()) for name in names[:-1] if bias)
+    factor_offset = place_number() if factor else None
+    expert_offset = place_number() if mixed else None
     if stride is None:
         stride = round_up(offset, 512)
     assert stride >= offset, (stride, offset)
@@ -208,7 +205,7 @@ def lay_out_bundle(
         parts=tuple(parts),
         used_bytes=offset,
         stride=stride,
-        biases=tuple(biases),
+        biases=biases,
         factor_offset=factor_offset,
         expert_offset=expert_offset,
         scales=scales,

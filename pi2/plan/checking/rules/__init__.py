@@ -1,11 +1,11 @@
-"""Rules by topic: functions with the decorator `findings.rule`, and what stated.toml states."""
+"""Rules by topic: functions with the decorator `rule`, and what stated.toml states."""
 
 import importlib
 import pkgutil
 from collections.abc import Iterator
 from functools import cache
 
-from pi2.plan.checking.findings import Rule
+from pi2.plan.checking import Rule
 from pi2.plan.checking.rules.stated import read_stated_rules
 
 

@@ -4,15 +4,13 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
-from pi2.plan.arithmetic.resolved import find_sparse_unit, uses_main_memory
-from pi2.plan.checking.findings import (
-    Facts,
-    Finding,
-    Origin,
+from pi2.plan.arithmetic.resolved import (
+    find_backend,
+    find_sparse_unit,
     list_placed_splits,
-    list_row_splits,
-    rule,
+    uses_main_memory,
 )
+from pi2.plan.checking import Facts, Finding, Origin, list_row_splits, rule
 from pi2.plan.documents.device import (
     ComputeFigure,
     CpuCluster,
@@ -23,7 +21,7 @@ from pi2.plan.documents.device import (
     ReadFigure,
     Storage,
 )
-from pi2.plan.documents.plan_units import list_cores, list_layers, parse_selector
+from pi2.plan.documents.plan_units import list_cores, parse_selector
 from pi2.plan.documents.private import walk_values
 from pi2.plan.documents.quantities import (
     HERTZ_UNITS,
@@ -197,9 +195,7 @@ def check_backends_for_units(facts: Facts) -> Iterator[Finding]:
     if plan.prefill.unit is not None:
         paths.setdefault(plan.prefill.unit, ("prefill", "unit"))
     for unit, path in paths.items():
-        settings = plan.units.get(unit)
-        has_own = settings is not None and settings.backend is not None
-        if has_own or unit not in device.units or device.units[unit].kind in plan.backends:
+        if unit not in device.units or find_backend(plan, device, unit) is not None:
             continue
         kind = device.units[unit].kind
         listed = ", ".join(f'{key} = "{value}"' for key, value in plan.backends.items())
@@ -227,9 +223,9 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
                 f"give the share of `{dense[-1]}` to `{dense[0]}` or `{sparse}`",
             )
     seen = set()
-    for layer, splits in enumerate(_list_splits_of_layers(facts)):
+    for number, layer in enumerate(facts.resolved.layers):
         first: str | None = None
-        for path, split in splits.items():
+        for path, split in layer.splits.items():
             dense = _list_dense(split, sparse)
             if len(dense) != 1:
                 continue
@@ -239,7 +235,7 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
                 seen.add(path)
                 yield Finding(
                     path,
-                    f"{subjects[path]} name `{dense[0]}`, and layer {layer} has "
+                    f"{subjects[path]} name `{dense[0]}`, and layer {number} has "
                     f"`{first}` otherwise",
                     f"name `{first}` here as well: a unit keeps its neurons for every batch",
                 )
@@ -247,26 +243,6 @@ def check_layers_have_one_dense_unit(facts: Facts) -> Iterator[Finding]:
 
 def _list_dense(split: Mapping[str, float], sparse: str) -> list[str]:
     return [name for name, share in split.items() if share > 0 and name != sparse]
-
-
-def _list_splits_of_layers(facts: Facts) -> list[dict[KeyPath, Mapping[str, float]]]:
-    """Every layer's splits by their places: that for one sequence, then those for several."""
-    plan, count = facts.plan, facts.resolved.model.shape.layers
-    base: KeyPath = ("layers",)
-    owners: list[tuple[KeyPath, Mapping[str, float]]] = [(base, plan.layers.split)] * count
-    tables = [(base, plan.layers.batches)] * count
-    for number, override in enumerate(plan.layers.overrides):
-        path: KeyPath = (*base, "overrides", number)
-        for layer in list_layers(override.select, count):
-            if override.split is not None:
-                owners[layer] = (path, override.split)
-            if override.batches is not None:
-                tables[layer] = (path, override.batches)
-    return [
-        {(*owner, "split"): split}
-        | {(*place, "batches", n, "split"): entry.split for n, entry in enumerate(table)}
-        for (owner, split), (place, table) in zip(owners, tables, strict=True)
-    ]
 
 
 @rule("P267", "error", "plan", "device")

@@ -1,17 +1,18 @@
 """Rules about families, names of tensors, claimed rates, and selectors of layers."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from pi2.model.states import describe_state, list_state_tensors
 from pi2.model.tensor import Place as TensorPlace
-from pi2.plan.checking.findings import Facts, Finding, Origin, rule
+from pi2.plan.checking import Facts, Finding, Origin, rule
 from pi2.plan.documents.common import Origin as Source
 from pi2.plan.documents.common import find_type, list_known_keys, suggest
 from pi2.plan.documents.family import Sections
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import TENSOR_OPTIONS
-from pi2.plan.documents.plan_units import parse_selector
+from pi2.plan.documents.plan_units import list_layers
 from pi2.plan.documents.private import walk_values
 from pi2.plan.toml.expressions import is_expression, parse_expression
 from pi2.plan.toml.text import KeyPath, format_path
@@ -178,22 +179,21 @@ def _list_numbered(model: Model) -> frozenset[str]:
     return frozenset(found)
 
 
-Range = tuple[int, int]
-
-
 @rule("P213", "warning", "plan")
 def check_selectors_disjoint(facts: Facts) -> Iterator[Finding]:
     overrides = facts.plan.layers.overrides
-    ranges = [parse_selector(override.select) for override in overrides]
+    layers = [list(list_layers(override.select, _MOST_LAYERS)) for override in overrides]
     for number, override in enumerate(overrides):
         path = ("layers", "overrides", number, "select")
-        repeated = _find_repetition(ranges[number])
-        if repeated is not None:
-            yield Finding(
-                path, f"the selector names {_name_layers(repeated)} twice", "name every layer once"
-            )
+        twice = {layer for layer, times in Counter(layers[number]).items() if times > 1}
+        if twice:
+            first = last = min(twice)
+            while last + 1 in twice:
+                last += 1
+            name = f"layer {first}" if first == last else f"layers {first} to {last}"
+            yield Finding(path, f"the selector names {name} twice", "name every layer once")
         keys = [key for key in ("split", "hot") if getattr(override, key) is not None]
-        coverers = [_find_coverers(facts, ranges, number, key) for key in keys]
+        coverers = [_find_coverers(facts, layers, number, key) for key in keys]
         if coverers and all(coverers):
             last = max(item for found in coverers for item in found)
             names = " and ".join(f"`{key}`" for key in keys)
@@ -211,45 +211,16 @@ def check_selectors_disjoint(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _find_coverers(facts: Facts, ranges: list[list[Range]], number: int, key: str) -> list[int]:
+_MOST_LAYERS = 1024
+"""Layers that models have at most: what selectors name beyond them is no layer."""
+
+
+def _find_coverers(facts: Facts, layers: list[list[int]], number: int, key: str) -> list[int]:
     """Later overrides that together set ``key`` of all the layers; empty if some are left."""
-    left = [item for item in ranges[number] if item[0] <= item[1]]
-    found = []
+    left, found = set(layers[number]), []
     overrides = facts.plan.layers.overrides
     for later in range(number + 1, len(overrides)):
-        if left and getattr(overrides[later], key) is not None:
-            rest = _subtract(left, ranges[later])
-            if rest != left:
-                found.append(later)
-            left = rest
+        if getattr(overrides[later], key) is not None and not left.isdisjoint(layers[later]):
+            found.append(later)
+            left.difference_update(layers[later])
     return [] if left else found
-
-
-def _subtract(left: list[Range], right: list[Range]) -> list[Range]:
-    """The layers of ``left`` that are not in ``right``."""
-    for first, last in right:
-        rest = []
-        for low, high in left:
-            if last < low or high < first or first > last:
-                rest.append((low, high))
-                continue
-            if low < first:
-                rest.append((low, first - 1))
-            if last < high:
-                rest.append((last + 1, high))
-        left = rest
-    return left
-
-
-def _find_repetition(ranges: list[Range]) -> Range | None:
-    for number, (first, last) in enumerate(ranges):
-        for other_first, other_last in ranges[:number]:
-            low, high = max(first, other_first), min(last, other_last)
-            if low <= high:
-                return low, high
-    return None
-
-
-def _name_layers(layers: Range) -> str:
-    first, last = layers
-    return f"layer {first}" if first == last else f"layers {first} to {last}"

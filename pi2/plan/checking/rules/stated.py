@@ -11,24 +11,16 @@ import tomli
 
 from pi2.formats import find_packing
 from pi2.model.blocks import Attention, list_turns
-from pi2.plan.arithmetic.resolved import has_packable_shape
+from pi2.plan.arithmetic.resolved import has_packable_shape, list_placed_splits, list_settings
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, count_gate_read_bytes, find_block_bytes
-from pi2.plan.checking.findings import (
-    Fact,
-    Facts,
-    Finding,
-    Origin,
-    Rule,
-    list_placed_splits,
-    list_row_splits,
-)
+from pi2.plan.checking import Fact, Facts, Finding, Origin, Rule, list_row_splits
 from pi2.plan.documents.common import suggest
 from pi2.plan.documents.device import EXAMPLE_READS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.documents.model_parts import Moe
-from pi2.plan.documents.plan_units import BatchSplit, SparsityMethod, parse_selector
-from pi2.plan.documents.private import find_private, walk_figures, walk_texts
+from pi2.plan.documents.plan_units import SparsityMethod, parse_selector
+from pi2.plan.documents.private import find_private, walk_figures, walk_values
 from pi2.plan.documents.quantities import (
     RATE_UNITS_OUT,
     approximate_bytes,
@@ -191,7 +183,8 @@ def _search(pattern: re.Pattern[str], text: str) -> str | None:
 
 def _find_texts(facts: Facts, find: Callable[[str], str | None]) -> dict[KeyPath, str]:
     """What ``find`` finds in texts of documents, by document and place."""
-    texts = ((k, *item) for k in KINDS for item in walk_texts(facts.known.get(k)))
+    values = ((k, *item) for k in KINDS for item in walk_values(facts.known.get(k), ()))
+    texts = ((kind, path, text) for kind, path, text in values if isinstance(text, str))
     return {(kind, *path): found for kind, path, text in texts if (found := find(text))}
 
 
@@ -258,12 +251,9 @@ def _list_named_units(facts: Facts) -> dict[KeyPath, str]:
 
 def _list_batches(facts: Facts) -> dict[KeyPath, tuple[int, int]]:
     """Sequences of entries of batches, and of the entry before each."""
-    layers = facts.plan.layers
-    tables: dict[KeyPath, Sequence[BatchSplit]] = {("layers", "batches"): layers.batches}
-    for number, override in enumerate(layers.overrides):
-        tables["layers", "overrides", number, "batches"] = override.batches or ()
+    tables = {path: own.batches or () for path, _, own in list_settings(facts.plan)}
     return {
-        (*path, n, "sequences"): (entry.sequences, table[n - 1].sequences if n else 0)
+        (*path, "batches", n, "sequences"): (entry.sequences, table[n - 1].sequences if n else 0)
         for path, table in tables.items()
         for n, entry in enumerate(table)
     }
@@ -341,7 +331,6 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
     "again": _find_again,
     "block_bytes": lambda: DEFAULT_BLOCK_BYTES,
     "claim": partial(_search, _CLAIM),
-    "count": len,
     "example_read": EXAMPLE_READS.__getitem__,
     "group": lambda: GROUP,
     "has_scales": lambda name: find_packing(name).has_scales,

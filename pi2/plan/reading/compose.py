@@ -11,29 +11,14 @@ rewritten relative to the extending file: the outcome is a plain document."""
 
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tomli
 
 from pi2.diagnostics import Diagnostic, Span, UserError
-from pi2.plan.composing.trees import (
-    JOINS,
-    Chain,
-    ComposedFile,
-    Link,
-    Node,
-    Removal,
-    build_tree,
-    extract_values,
-    find_node,
-    list_names,
-    look_up,
-    merge_trees,
-    remove_node,
-)
 from pi2.plan.documents.common import COMPOSITION, suggest
 from pi2.plan.reading.block_entries import spread_blocks
 from pi2.plan.reading.deprecations import modernise
@@ -52,8 +37,23 @@ from pi2.plan.reading.references import (
     report_kind,
 )
 from pi2.plan.reading.schema_check import check_version
-from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile, detect_kind
-from pi2.plan.toml.text import KeyPath, format_path, write_value
+from pi2.plan.reading.trees import (
+    JOINS,
+    Chain,
+    ComposedFile,
+    Link,
+    Node,
+    Removal,
+    build_tree,
+    extract_values,
+    find_node,
+    list_names,
+    merge_trees,
+    remove_node,
+    replace_node,
+)
+from pi2.plan.toml.source import CANNOT_READ, Kind, SourceFile
+from pi2.plan.toml.text import KeyPath, format_path, look_up, write_value
 
 MAX_DEPTH = 8
 """Longest chain of documents that extend one another."""
@@ -68,63 +68,49 @@ _WANTED = {
     "inherit": 'a table, such as `inherit.layers.overrides = "append"`',
 }
 
-_REFERENCES: Mapping[Kind, tuple[KeyPath, ...]] = {
-    "plan": (
-        *(("device",), ("model",), ("weights",), ("sparsity", "thresholds")),
-        ("decode", "speculation", "plan"),
-    )
-}
-"""Keys whose texts are paths, or may be."""
+_REFERENCES: tuple[tuple[str, ...], ...] = (
+    *(("device",), ("model",), ("weights",), ("sparsity", "thresholds")),
+    ("decode", "speculation", "plan"),
+)
+"""Keys of plans whose texts are paths, or may be."""
 _PLAIN_PATHS = ("weights", "thresholds")
 """Keys that state paths of files which are no documents: they are always paths."""
 
 
-@dataclass
 class Composition:
-    file: SourceFile
-    diagnostics: list[Diagnostic] = field(default_factory=list)
-    """Errors in the document and in the documents that it extends."""
-    warnings: list[Diagnostic] = field(default_factory=list)
-    files: dict[str, SourceFile] = field(default_factory=dict)
-    """Files that were read, by name."""
-    removed: list[Removal] = field(default_factory=list)
-    chains: dict[str, Chain] = field(default_factory=dict)
-    """The first way to each of them."""
+    """A document put together with all that it extends."""
+
+    def __init__(
+        self,
+        source: SourceFile,
+        kind: Kind,
+        *,
+        resolver: Resolver | None = None,
+        origin: str | None = None,
+        root: Path | None = None,
+    ) -> None:
+        """``root``: folder of the document that the user named, if it is another one."""
+        self.root = root or source.path.parent
+        self.kind: Kind = kind
+        self.resolver = resolver
+        self.count = 0
+        self.read: dict[Path, SourceFile | list[Diagnostic]] = {}
+        self.diagnostics: list[Diagnostic] = []
+        """Errors in the document and in the documents that it extends."""
+        self.warnings: list[Diagnostic] = []
+        self.files: dict[str, SourceFile] = {}
+        """Files that were read, by name."""
+        self.removed: list[Removal] = []
+        self.chains: dict[str, Chain] = {}
+        """The first way to each of them."""
+        tree = self.assemble(source, (), (os.path.realpath(source.path),), origin)
+        values = extract_values(tree)
+        self.file = ComposedFile(source.path, source.name, source.text, values, tree=tree)
 
     @property
     def is_whole(self) -> bool:
         """Whether everything that it asks for was found."""
         return not self.diagnostics
-
-
-def compose(
-    source: SourceFile,
-    kind: Kind,
-    *,
-    resolver: Resolver | None = None,
-    origin: str | None = None,
-    root: Path | None = None,
-) -> Composition:
-    """Put ``source`` together with all that it extends; ``root``: folder of the document that the
-    user named, if it is another one."""
-    composer = _Composer(kind, resolver, root or source.path.parent)
-    stack = (os.path.realpath(source.path),)
-    tree = composer.assemble(source, (), stack, origin)
-    result = composer.result
-    result.file = ComposedFile(
-        path=source.path, name=source.name, text=source.text, values=extract_values(tree), tree=tree
-    )
-    return result
-
-
-class _Composer:
-    def __init__(self, kind: Kind, resolver: Resolver | None, root: Path) -> None:
-        self.root = root
-        self.kind: Kind = kind
-        self.resolver = resolver
-        self.count = 0
-        self.read: dict[Path, SourceFile | list[Diagnostic]] = {}
-        self.result = Composition(SourceFile(Path(), "", "", {}))
 
     def assemble(
         self, source: SourceFile, chain: Chain, stack: tuple[str, ...], origin: str | None
@@ -174,15 +160,12 @@ class _Composer:
     def report(
         self, source: SourceFile, path: KeyPath, code: str, message: str, help: str | None = None
     ) -> None:
-        self.result.diagnostics.append(
-            Diagnostic(
-                code=code,
-                message=message,
-                help=help,
-                span=source.spans.find_value(path),
-                path=format_path(path),
-            )
-        )
+        self.diagnostics.append(source.report(code, path, message, help))
+
+    def report_all(self, error: UserError, span: Span, path: KeyPath) -> None:
+        """Report what ``error`` tells at another place."""
+        found = (replace(item, span=span, path=format_path(path)) for item in error.diagnostics)
+        self.diagnostics += found
 
     def report_alone(self, source: SourceFile) -> None:
         for key in ("inherit", "remove"):
@@ -209,15 +192,15 @@ class _Composer:
             message = f"a chain of more than {MAX_DEPTH} documents that extend one another"
             if len(stack) <= MAX_DEPTH:
                 message = f"more than {MAX_FILES} files are extended"
-            if not any(item.code == "P022" for item in self.result.diagnostics):
+            if not any(item.code == "P022" for item in self.diagnostics):
                 self.report(link.file, link.path, "P022", message, "put some of them together")
             return None
         way = (*chain, link)
-        self.result.chains.setdefault(located.name, way)
+        self.chains.setdefault(located.name, way)
         source = self.read_base(link, located)
         if source is None:
             return None
-        self.result.files.setdefault(source.name, source)
+        self.files.setdefault(source.name, source)
         tree = self.assemble(source, way, (*stack, real), located.reference)
         return self.rebase(tree, link.reference, located)
 
@@ -236,15 +219,10 @@ class _Composer:
             self.report(link.file, link.path, "P020", str(error), error.hint)
             return None
         except UserError as error:
-            span = link.file.spans.find_value(link.path)
-            self.result.diagnostics += (
-                replace(item, span=span, path=format_path(link.path)) for item in error.diagnostics
-            )
+            self.report_all(error, link.file.spans.find_value(link.path), link.path)
             return None
-        found = detect_kind(located.file_name)
-        if found is not None and found != self.kind:
-            wrong = check_suffix(located.file_name, located.name, self.kind)
-            assert wrong is not None
+        wrong = check_suffix(located.file_name, located.name, self.kind)
+        if wrong is not None and wrong.code == "P014":
             self.report(link.file, link.path, "P014", wrong.message, wrong.help)
             return None
         return located
@@ -257,10 +235,10 @@ class _Composer:
             read = read_document(located.path, located.name, f".{self.kind}.toml", root)
             if not isinstance(read, list):
                 read, warnings = modernise(read, self.kind)
-                self.result.warnings += warnings
+                self.warnings += warnings
                 if self.kind == "model":
                     read, faults = spread_blocks(read)
-                    self.result.diagnostics += faults
+                    self.diagnostics += faults
             self.read[located.path] = read
         source = self.read[located.path]
         if isinstance(source, list):
@@ -269,7 +247,7 @@ class _Composer:
                     message = f"{located.name}: {item.message}"
                     self.report(link.file, link.path, "P020", message, item.help)
                 elif first:
-                    self.result.diagnostics.append(item)
+                    self.diagnostics.append(item)
             return None
         if not first:
             return source
@@ -280,39 +258,23 @@ class _Composer:
             return None
         version = check_version(source, DOCUMENTS[self.kind])
         if version is not None:
-            self.result.diagnostics.append(version)
+            self.diagnostics.append(version)
         return source
 
     def rebase(self, tree: Node, reference: str, located: Located) -> Node:
         """Make the paths of an inherited plan relative to the extending file's folder."""
-        for path in _REFERENCES.get(self.kind, ()):
-            tree = self.rebase_value(tree, path, 0, reference, located)
-        return tree
-
-    def rebase_value(
-        self, tree: Node, path: KeyPath, depth: int, reference: str, located: Located
-    ) -> Node:
-        """``tree``, which stands at the first ``depth`` keys of ``path``, with the path below."""
-        key = str(path[depth])
-        node = None if tree.table is None else tree.table.get(key)
-        if tree.table is None or node is None:
-            return tree
-        if depth + 1 < len(path):
-            changed = self.rebase_value(node, path, depth + 1, reference, located)
-        elif not isinstance(node.scalar, str):
-            return tree
-        else:
+        for path in _REFERENCES if self.kind == "plan" else ():
+            node, rest = find_node(tree, path)
+            if rest or not isinstance(node.scalar, str):
+                continue
             try:
-                text = self.rebase_text(node.scalar, key, reference, located)
+                text = self.rebase_text(node.scalar, path[-1], reference, located)
             except UserError as error:
                 place = node.places[-1]
-                span = place.file.spans.find_value(place.path)
-                self.result.diagnostics += (
-                    replace(item, span=span, path=format_path(path)) for item in error.diagnostics
-                )
-                return tree
-            changed = replace(node, scalar=text)
-        return replace(tree, table={**tree.table, key: changed})
+                self.report_all(error, place.file.spans.find_value(place.path), path)
+            else:
+                tree = replace_node(tree, path, replace(node, scalar=text))
+        return tree
 
     def rebase_text(self, text: str, key: str, reference: str, located: Located) -> str:
         if has_scheme(text) or not text or text.startswith("/"):
@@ -320,8 +282,9 @@ class _Composer:
         if key not in _PLAIN_PATHS and not is_path(text):
             return text
         if located.reference is not None:
-            joins = key not in _PLAIN_PATHS and self.resolver is not None
-            return self.resolver.join(located.reference, text) if joins and self.resolver else text
+            if self.resolver is None or key in _PLAIN_PATHS:
+                return text
+            return self.resolver.join(located.reference, text)
         folder = posixpath.dirname(reference)
         if not reference.endswith(".toml"):  # a short name: a document that comes with pi2
             folder = str(located.path.parent)
@@ -336,7 +299,7 @@ class _Composer:
             return base
         result = remove_node(base, names)
         if isinstance(result, Node):
-            self.result.removed.append(Removal(source, index, tuple(names)))
+            self.removed.append(Removal(source, index, tuple(names)))
             return result
         known = list_names(_find_named(base, names[:result]))
         near = suggest(names[result], known)

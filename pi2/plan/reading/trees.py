@@ -254,6 +254,15 @@ def find_node(root: Node, path: KeyPath) -> tuple[Node, KeyPath]:
     return node, ()
 
 
+def replace_node(root: Node, path: Sequence[str], node: Node) -> Node:
+    """The tree with another ``node`` at ``path``, where it has one."""
+    if not path:
+        return node
+    assert root.table is not None
+    below = replace_node(root.table[path[0]], path[1:], node)
+    return replace(root, table={**root.table, path[0]: below})
+
+
 def remove_node(root: Node, names: Sequence[str]) -> Node | int:
     """The tree without the value at ``names``, or the index of the missing name; items by
     ``id``."""
@@ -391,14 +400,3 @@ class ComposedFile(SourceFile):
     @cached_property
     def spans(self) -> Places:
         return ComposedPlaces(self.tree, self.replaced)
-
-
-def look_up(values: Any, path: Sequence[str | int]) -> Any:
-    """The value at ``path`` in plain values; None where there is none (TOML has no null)."""
-    for part in path:
-        is_key = isinstance(values, dict) and part in values
-        is_index = isinstance(values, list) and isinstance(part, int) and 0 <= part < len(values)
-        if not (is_key or is_index):
-            return None
-        values = values[part]
-    return values

@@ -1,1 +1,0 @@
-"""Documents that extend others, and values that the command line replaces."""
