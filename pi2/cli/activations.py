@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.caches import replace_file
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     FILE,
     JSON,
@@ -24,6 +23,7 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.measuring.activations import Statistics

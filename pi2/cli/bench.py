@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     FILE,
     JSON,
@@ -23,6 +22,7 @@ from pi2.cli.options import (
     take_plan,
 )
 from pi2.diagnostics import UserError
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.measuring.session import Outcome

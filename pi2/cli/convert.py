@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pi2.caches import has_gguf_suffix
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     FILE,
     MIB,
@@ -26,6 +25,7 @@ from pi2.diagnostics import UserError
 from pi2.formats import name_packings
 from pi2.model.tensors import MIXTURES
 from pi2.model_folders import BEST, choose_precision, choose_wish, is_computed_whole, write_notes
+from pi2.progress import ProgressBar
 from pi2.pulled_models import PLAN
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import is_verbose
-from pi2.cli.main import wants_colour
+from pi2.cli.main import is_verbose, wants_colour
 from pi2.cli.options import add_json_option, print_found
 
 if TYPE_CHECKING:

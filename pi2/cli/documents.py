@@ -10,8 +10,7 @@ from typing import Literal
 import click
 
 from pi2.cli import collect_as_usual
-from pi2.cli.commands import ProgressBar, is_guided
-from pi2.cli.main import print_diagnostics
+from pi2.cli.main import is_guided, print_diagnostics
 from pi2.cli.options import (
     FILE,
     FORCE,
@@ -33,6 +32,7 @@ from pi2.diagnostics import UserError
 from pi2.found_models import find_found
 from pi2.loading import find_plan, find_pulled, is_checkpoint
 from pi2.plan.toml.source import KINDS, Kind
+from pi2.progress import ProgressBar
 from pi2.weights.file_reading import HUB, FileFiller
 
 

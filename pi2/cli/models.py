@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import ProgressBar, Subcommands
+from pi2.cli.main import Subcommands
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
 from pi2.formats import name_packings
 from pi2.model_folders import fetch_model
+from pi2.progress import ProgressBar
 from pi2.pulled_models import NAME
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import Subcommands, is_guided
+from pi2.cli.main import Subcommands, is_guided
 from pi2.cli.options import (
     COUNT,
     FORCE,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     FORCE,
     ChosenPlan,
@@ -20,6 +19,7 @@ from pi2.cli.options import (
     take_plan,
     write_checked,
 )
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.plan.documents.device import Device

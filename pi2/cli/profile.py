@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import Subcommands
-from pi2.cli.main import print_diagnostics
+from pi2.cli.main import Subcommands, print_diagnostics
 from pi2.cli.options import add_json_option
 
 if TYPE_CHECKING:

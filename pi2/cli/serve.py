@@ -14,7 +14,6 @@ import click
 
 from pi2.caches import show_path
 from pi2.cli import collect_as_usual
-from pi2.cli.commands import ProgressBar, show_controls
 from pi2.cli.documents import find_retokenized
 from pi2.cli.options import (
     DRAFT,
@@ -27,11 +26,13 @@ from pi2.cli.options import (
     take_options,
     take_plan,
 )
+from pi2.cli.run import show_controls
 from pi2.diagnostics import UserError
 from pi2.found_models import OLLAMA
 from pi2.model_folders import find_title
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.toml.source import parse_assignments
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     import uvicorn

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     COUNT,
     FILE,
@@ -31,6 +30,7 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.costs.cost import Description

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar, Subcommands
+from pi2.cli.main import Subcommands
 from pi2.cli.options import (
     FILE,
     FORCE,
@@ -25,6 +25,7 @@ from pi2.cli.options import (
     take_plan,
 )
 from pi2.diagnostics import UserError
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.measuring.calibration import Calibration, Goal, Trial

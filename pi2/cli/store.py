@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pi2.caches import is_gguf
-from pi2.cli.commands import ProgressBar, Subcommands
+from pi2.cli.main import Subcommands
 from pi2.cli.options import MIB, add_json_option, option, take_options
 from pi2.diagnostics import UserError
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.store.manifest import Manifest

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import ProgressBar
 from pi2.cli.documents import find_document_path
 from pi2.cli.main import print_diagnostics, wants_colour
 from pi2.cli.options import (
@@ -31,6 +30,7 @@ from pi2.cli.options import (
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.diagnostics.texts import list_formats, render
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.authoring.explanation import Explanation
