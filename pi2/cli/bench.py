@@ -33,7 +33,6 @@ WORDS = ("reference", "gate", "low-rank", "llama.cpp")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(TextOptions):
-    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
     stride: int | None = option(type=click.IntRange(min=1))
     against: tuple[str, ...] = option(metavar="WHAT")
     as_json: bool = JSON()

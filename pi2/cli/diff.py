@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from pi2.authoring.difference import (
+    Change,
+    LayerChange,
+    SegmentChange,
+    compare_documents,
+    compare_layers,
+    compare_plans,
+    compare_segments,
+)
 from pi2.cli.documents import find_document_path
 from pi2.cli.options import add_json_option, measure_host, print_found, read_sound, suggest_plans
 from pi2.diagnostics import UserError
-
-if TYPE_CHECKING:
-    from pi2.authoring.difference import Change, LayerChange, SegmentChange
-    from pi2.fitting.check import Report
-    from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
-    from pi2.plan.toml.source import Kind
-
+from pi2.fitting.check import Report
+from pi2.plan.arithmetic.resolved import ResolvedLayer, ResolvedPlan
+from pi2.plan.arithmetic.sizes import describe_computed
+from pi2.plan.documents.quantities import approximate_bytes, approximate_number
+from pi2.plan.toml.source import Kind
+from pi2.plan.toml.text import write_value
+from pi2.weights.file_reading import find_kind
 
 TOKENS = 256
 
@@ -58,13 +67,6 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
 
     For plans, this includes the need of each memory segment and the resident neurons by layer. If
     the device has the figures, it includes the speed: simulated, not measured."""
-    from pi2.authoring.difference import (
-        compare_documents,
-        compare_layers,
-        compare_plans,
-        compare_segments,
-    )
-
     paths = [find_document_path(Path(name)) for name in (before, after)]
     kinds = [_read_kind(path) for path in paths]
     if kinds[0] != kinds[1]:
@@ -95,8 +97,6 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
 
 
 def _read_kind(path: Path) -> Kind:
-    from pi2.weights.file_reading import find_kind
-
     kind = find_kind(path)
     if kind is None:
         message = "expected a file name that ends in .plan.toml, .device.toml or .model.toml"
@@ -161,8 +161,6 @@ def _describe_dense(layer: ResolvedLayer) -> dict[str, Any] | None:
 
 
 def _show_dense(layer: ResolvedLayer) -> str:
-    from pi2.plan.arithmetic.sizes import describe_computed
-
     if layer.dense is None:
         return "(none)"
     return f"{layer.dense.unit} with {describe_computed(layer.dense)}"
@@ -195,8 +193,6 @@ def _write(found: Difference) -> Iterator[str]:
 
 
 def _show(value: Any) -> str:
-    from pi2.plan.toml.text import write_value
-
     if value is None:
         return "(nothing)"
     text = write_value(value)
@@ -204,8 +200,6 @@ def _show(value: Any) -> str:
 
 
 def _write_layer(item: LayerChange, speeds: Sequence[Speed]) -> str:
-    from pi2.plan.documents.quantities import approximate_number
-
     parts = []
     if dict(item.before.split) != dict(item.after.split):
         parts.append(f"split {_show(dict(item.before.split))} -> {_show(dict(item.after.split))}")
@@ -224,8 +218,6 @@ def _write_layer(item: LayerChange, speeds: Sequence[Speed]) -> str:
 
 
 def _show_difference(before: int, after: int) -> str:
-    from pi2.plan.documents.quantities import approximate_bytes
-
     if before == after:
         return "the same"
     sign = "+" if after > before else "-"
@@ -233,8 +225,6 @@ def _show_difference(before: int, after: int) -> str:
 
 
 def _write_segments(segments: Sequence[SegmentChange]) -> Iterator[str]:
-    from pi2.plan.documents.quantities import approximate_bytes
-
     rows = [(item.name, item.needs, item.sizes) for item in segments]
     main = [item for item in segments if item.is_main]
     needs = tuple(sum(item.needs[side] for item in main) for side in (0, 1))
@@ -247,8 +237,6 @@ def _write_segments(segments: Sequence[SegmentChange]) -> Iterator[str]:
 
 
 def _write_speeds(speeds: Sequence[Speed]) -> Iterator[str]:
-    from pi2.plan.documents.quantities import approximate_number
-
     for name, side in zip("AB", speeds, strict=True):
         if side.reason is not None:
             yield f"  {name}: not simulated: {side.reason}"

@@ -7,7 +7,6 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -17,10 +16,18 @@ from pi2.diagnostics import UserError
 from pi2.formats import name_packings
 from pi2.model_folders import fetch_model
 from pi2.progress import ProgressBar
-from pi2.pulled_models import NAME
-
-if TYPE_CHECKING:
-    from pi2.pulled_models import CachedThing
+from pi2.pulled_models import (
+    KINDS,
+    NAME,
+    ONLY_NAMED,
+    CachedThing,
+    LocalSource,
+    find_kind_folder,
+    list_cached,
+    list_models,
+    remove_model,
+    remove_thing,
+)
 
 
 @click.command("list")
@@ -30,8 +37,6 @@ def list_command(found: bool) -> None:
 
     With --found, models of ollama, LM Studio, llama.cpp and the hub's cache: every command takes
     their names, and nothing is copied."""
-    from pi2.pulled_models import LocalSource, list_models
-
     if found:
         from pi2.found_models import list_found
 
@@ -120,8 +125,6 @@ def pull_weights(plan: Path) -> None:
 def remove_command(name: str) -> None:
     """Delete the model NAME that was pulled, or converted to be run, or what an interrupted pull
     has left of it."""
-    from pi2.pulled_models import remove_model
-
     folder = remove_model(name)
     click.echo(f"{folder} was removed", err=True)
 
@@ -142,8 +145,6 @@ def parse_age(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 def check_kinds(
     ctx: click.Context, argument: click.Parameter, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    from pi2.pulled_models import KINDS
-
     for name in names:
         if name not in KINDS:
             raise click.BadParameter(f"{name!r} is no kind: known are {', '.join(KINDS)}")
@@ -159,8 +160,6 @@ def cache_command(ctx: click.Context, as_json: bool) -> None:
     Without a command: every kind of thing with its number, size, last use and folder."""
     if ctx.invoked_subcommand is not None:
         return
-    from pi2.pulled_models import KINDS, find_kind_folder, list_cached
-
     found = {kind: list_cached(kind) for kind in KINDS}
     if as_json:
         things = [thing for kind in found.values() for thing in kind]
@@ -181,8 +180,6 @@ def cache_command(ctx: click.Context, as_json: bool) -> None:
 @click.argument("kinds", nargs=-1, callback=check_kinds, metavar="[KIND]...")
 def list_things(kinds: tuple[str, ...]) -> None:
     """List the things of each KIND, or all: size, last use and path."""
-    from pi2.pulled_models import KINDS, list_cached
-
     for kind in kinds or KINDS:
         for thing in list_cached(kind):
             click.echo(_write_thing(thing))
@@ -201,8 +198,6 @@ def clear(kinds: tuple[str, ...], given: ClearOptions) -> None:
     """Remove the things of each KIND; without one, all that pi2 makes again by itself.
 
     Models and chat history are removed only if `models`, `stores` or `history` is named."""
-    from pi2.pulled_models import KINDS, ONLY_NAMED, list_cached, remove_thing
-
     before = None if given.older_than is None else time.time() - given.older_than
     chosen = kinds or tuple(kind for kind in KINDS if kind not in ONLY_NAMED)
     things = [thing for kind in dict.fromkeys(chosen) for thing in list_cached(kind)]

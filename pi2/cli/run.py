@@ -84,7 +84,6 @@ def hint_reads(resolved: ResolvedPlan, room_bytes: int) -> str | None:
 
 
 def fits(resolved: ResolvedPlan, budget_bytes: int) -> bool:
-    from pi2.diagnostics import UserError
     from pi2.refit import refit_plan
 
     try:

@@ -39,7 +39,6 @@ def predictor_command() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TextOptions):
-    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
     output: Path = option("-o", "--output", required=True, metavar="FOLDER")
     rank: str = "auto"
     recall: float = option(type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.97)
@@ -118,7 +117,6 @@ def sparsity_command() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(TextOptions):
-    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
     target: float | None = option(
         type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE"
     )
