@@ -31,6 +31,7 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
+    from pi2.authoring.drafting import MachineFacts
     from pi2.plan.toml.source import Kind
 
 
@@ -174,7 +175,6 @@ class NewDeviceOptions(OutputOptions):
 def new_device(name: str | None, given: NewDeviceOptions) -> None:
     """Write the device NAME, describing this machine or starting from another device."""
     from pi2.authoring.drafting import draft_device, draft_like
-    from pi2.machine import detect_machine, inspect_storage
 
     name = _ask("NAME", name, "Name of the device, such as acme-12")
     path = given.choose(name, "device")
@@ -182,8 +182,7 @@ def new_device(name: str | None, given: NewDeviceOptions) -> None:
         read_device(given.like)
         _write(path, draft_like(_take_name(path), refer(given.like, path.parent)))
     else:
-        block_bytes = inspect_storage(Path()).block_bytes
-        _write(path, draft_device(_take_name(path), detect_machine(), block_bytes))
+        _write(path, draft_device(_take_name(path), _look_at_machine()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +264,22 @@ def _parse_count(text: str, name: str) -> int:
 
 def _take_name(path: Path) -> str:
     return path.name.split(".device.toml")[0].split(".model.toml")[0]
+
+
+def _look_at_machine() -> MachineFacts:
+    from pi2.authoring.drafting import MachineFacts
+    from pi2.machine import detect_machine
+    from pi2.machine.storage import inspect_storage
+
+    machine = detect_machine()
+    return MachineFacts(
+        processor=machine.cpu.name,
+        architecture=machine.architecture,
+        features=tuple(machine.features),
+        clusters=tuple((item.cores, item.max_hz, item.core) for item in machine.cpu.clusters),
+        installed_bytes=machine.memory.installed_bytes,
+        block_bytes=inspect_storage(Path()).block_bytes,
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING
 
 from pi2.machine.cpu import Cpu, CpuCores, bind_calling_thread, detect_cpu, list_allowed_cores
 from pi2.machine.memory import Memory, detect_memory, read_meminfo, read_text
@@ -71,47 +71,6 @@ def list_hints(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
         yield f"the CPU has no {fast}: products of 8-bit weights take more instructions"
 
 
-def describe_processor(machine: Machine) -> dict[str, Any]:
-    """The unit of a device document that is this machine's processor, without measured figures."""
-    from pi2.plan.documents.device import IsaFeature
-
-    values: dict[str, Any] = {"kind": "cpu", "model": machine.cpu.name[:120]}
-    if machine.architecture in ("x86-64", "aarch64"):
-        values["architecture"] = machine.architecture
-        values["features"] = [item for item in get_args(IsaFeature) if item in machine.features]
-    return {**values, "clusters": _describe_clusters(machine)}
-
-
-def _describe_clusters(machine: Machine) -> list[dict[str, Any]]:
-    """Kinds of cores; a container that has fewer cores than the machine states those."""
-    from pi2.plan.documents.quantities import HERTZ_UNITS, format_quantity
-
-    clusters = []
-    left = machine.cores
-    for number, item in enumerate(machine.cpu.clusters):
-        cores = min(item.cores, left)
-        left -= cores
-        if cores <= 0:
-            break
-        values: dict[str, Any] = {"id": f"cores{number or ''}", "cores": cores}
-        if item.max_hz:
-            clock = round(item.max_hz / 1e6) * 10**6
-            values["frequency"] = format_quantity(clock, HERTZ_UNITS)
-        if item.core:
-            values["core"] = item.core
-        clusters.append(values)
-    return clusters
-
-
-def describe_capacity(machine: Machine) -> str:
-    """The size of the machine's memory as people call it: systems keep some for themselves."""
-    from pi2.plan.documents.quantities import format_bytes
-    from pi2.plan.weights.layout import round_up
-
-    half = 512 << 20
-    return format_bytes(max(round_up(machine.memory.installed_bytes - half, 2 * half), half))
-
-
 __all__ = [
     "Cpu",
     "CpuCores",
@@ -119,8 +78,6 @@ __all__ = [
     "Memory",
     "Storage",
     "bind_calling_thread",
-    "describe_capacity",
-    "describe_processor",
     "detect_cpu",
     "detect_machine",
     "detect_memory",
