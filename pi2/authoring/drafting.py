@@ -4,11 +4,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pi2.authoring.writing import write_tables
 from pi2.fitting import list_usual_backends
-from pi2.fitting.budget import MIB
 from pi2.fitting.completion import FindMemory, StoreOrigin, complete_plan, resolve_values
 from pi2.plan.arithmetic.sizes import count_ffn_bytes
 from pi2.plan.documents.common import SCHEMA_VERSION
@@ -17,7 +16,7 @@ from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Plan
 from pi2.plan.documents.quantities import approximate_bytes, format_bytes, round_size
 from pi2.plan.toml.text import KeyPath, write_key, write_value
-from pi2.plan.weights.layout import ScalesPlace, round_up
+from pi2.plan.weights.layout import ScalesPlace
 
 
 def write_overlay(
@@ -156,46 +155,20 @@ def draft_like(name: str, reference: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MachineFacts:
-    """What the system says of this machine."""
-
-    processor: str
-    architecture: str
-    features: tuple[str, ...]
-    clusters: tuple[tuple[int, float | None, str | None], ...]
-    """Cores, highest clock in Hz and micro-architecture of every kind of core."""
-    installed_bytes: int
-    block_bytes: int | None
-
-
-def draft_device(name: str, facts: MachineFacts) -> str:
+def draft_device(name: str) -> str:
     """Text of a device called ``name``, which is like this machine; figures are not measured."""
-    from pi2.plan.documents.device import IsaFeature
-    from pi2.plan.documents.quantities import HERTZ_UNITS, format_quantity
+    from pi2.machine import describe_cpu, detect_machine, inspect_storage, round_capacity
 
-    unit: dict[str, object] = {"kind": "cpu", "model": facts.processor[:120]}
-    if facts.architecture in ("x86-64", "aarch64"):
-        unit["architecture"] = facts.architecture
-        unit["features"] = [item for item in get_args(IsaFeature) if item in facts.features]
-    clusters = []
-    for number, (cores, clock_hz, core) in enumerate(facts.clusters):
-        cluster: dict[str, object] = {"id": f"cores{number or ''}", "cores": cores}
-        if clock_hz:
-            clock = round(clock_hz / 1e6) * 10**6
-            cluster["frequency"] = format_quantity(clock, HERTZ_UNITS)
-        clusters.append(cluster | ({"core": core} if core else {}))
-    # Systems keep some of it for themselves.
-    size = max(round_up(facts.installed_bytes - 512 * MIB, 1024 * MIB), 512 * MIB)
+    machine, block_bytes = detect_machine(), inspect_storage(Path()).block_bytes
     values: dict[str, object] = {
         "schema_version": 2,
         "id": name,
         "name": name,
-        "units": {"cpu": {**unit, "clusters": clusters}},
-        "memory": {"capacity": format_bytes(size)},
+        "units": {"cpu": describe_cpu(machine.cpu, machine.cpu.cores_online)},
+        "memory": {"capacity": format_bytes(round_capacity(machine.memory.installed_bytes))},
     }
-    if facts.block_bytes is not None:
-        values["storage"] = {"block_size": format_bytes(facts.block_bytes)}
+    if block_bytes is not None:
+        values["storage"] = {"block_size": format_bytes(block_bytes)}
     head = (
         "# A kind of machine: no serial numbers, host names or accounts.",
         "# Rates are left out: state measured or published ones, with their source.",

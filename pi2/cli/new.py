@@ -31,7 +31,6 @@ from pi2.cli.options import (
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
-    from pi2.authoring.drafting import MachineFacts
     from pi2.plan.toml.source import Kind
 
 
@@ -182,7 +181,7 @@ def new_device(name: str | None, given: NewDeviceOptions) -> None:
         read_device(given.like)
         _write(path, draft_like(_take_name(path), refer(given.like, path.parent)))
     else:
-        _write(path, draft_device(_take_name(path), _look_at_machine()))
+        _write(path, draft_device(_take_name(path)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,22 +263,6 @@ def _parse_count(text: str, name: str) -> int:
 
 def _take_name(path: Path) -> str:
     return path.name.split(".device.toml")[0].split(".model.toml")[0]
-
-
-def _look_at_machine() -> MachineFacts:
-    from pi2.authoring.drafting import MachineFacts
-    from pi2.machine import detect_machine
-    from pi2.machine.storage import inspect_storage
-
-    machine = detect_machine()
-    return MachineFacts(
-        processor=machine.cpu.name,
-        architecture=machine.architecture,
-        features=tuple(machine.features),
-        clusters=tuple((item.cores, item.max_hz, item.core) for item in machine.cpu.clusters),
-        installed_bytes=machine.memory.installed_bytes,
-        block_bytes=inspect_storage(Path()).block_bytes,
-    )
 
 
 def _write(path: Path, text: str) -> None:

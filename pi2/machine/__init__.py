@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 from pi2.machine.cpu import Cpu, CpuCores, bind_calling_thread, detect_cpu, list_allowed_cores
 from pi2.machine.memory import Memory, detect_memory, read_meminfo, read_text
@@ -48,6 +48,36 @@ def detect_machine(root: Path = Path("/")) -> Machine:
     )
 
 
+def describe_cpu(cpu: Cpu, cores: int) -> dict[str, Any]:
+    """Values of a device's unit that is this processor, ``cores`` of it at most."""
+    from pi2.plan.documents.device import IsaFeature
+    from pi2.plan.documents.quantities import HERTZ_UNITS, format_quantity
+
+    values: dict[str, Any] = {"kind": "cpu", "model": cpu.name[:120]}
+    if cpu.architecture in ("x86-64", "aarch64"):
+        values["architecture"] = cpu.architecture
+        values["features"] = [item for item in get_args(IsaFeature) if item in cpu.features]
+    values["clusters"] = []
+    for number, item in enumerate(cpu.clusters):
+        count = min(item.cores, cores)
+        cores -= count
+        if count <= 0:
+            break
+        cluster: dict[str, Any] = {"id": f"cores{number or ''}", "cores": count}
+        if item.max_hz:
+            clock = round(item.max_hz / 1e6) * 10**6
+            cluster["frequency"] = format_quantity(clock, HERTZ_UNITS)
+        values["clusters"].append(cluster | ({"core": item.core} if item.core else {}))
+    return values
+
+
+def round_capacity(installed_bytes: int) -> int:
+    """What people call the memory's size: systems keep some for themselves."""
+    from pi2.plan.weights.layout import round_up
+
+    return max(round_up(installed_bytes - (512 << 20), 1 << 30), 512 << 20)
+
+
 def list_hints(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
     """What keeps runs on this machine slower than they could be, and what changes it."""
     memory = machine.memory
@@ -78,10 +108,12 @@ __all__ = [
     "Memory",
     "Storage",
     "bind_calling_thread",
+    "describe_cpu",
     "detect_cpu",
     "detect_machine",
     "detect_memory",
     "inspect_storage",
     "list_allowed_cores",
     "list_hints",
+    "round_capacity",
 ]

@@ -8,17 +8,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from pi2.backends.host import load_host_loops
-from pi2.machine import Machine, detect_machine
+from pi2.machine import describe_cpu, detect_machine, round_capacity
 from pi2.measuring.contestant import BandwidthMeter
 from pi2.plan.documents.device import (
     ComputeFigure,
     Device,
-    IsaFeature,
     KernelFigure,
     RateFigure,
     ReadFigure,
@@ -26,13 +25,11 @@ from pi2.plan.documents.device import (
 )
 from pi2.plan.documents.private import walk_figures
 from pi2.plan.documents.quantities import (
-    HERTZ_UNITS,
     RATE_UNITS_OUT,
     approximate_number,
     format_bytes,
     format_quantity,
 )
-from pi2.plan.weights.layout import round_up
 from pi2.probing.probe import Measurements, UnitMeasurements
 from pi2.probing.steps import StepFacts, choose_times, round_digits, summarise
 from pi2.probing.storage import LEAST_BYTES, ReadSpec, StorageBench, open_sample
@@ -295,12 +292,8 @@ def find_noise(found: Measurements) -> float:
 
 
 def _describe_cpu(found: Measurements) -> dict[str, Any]:
-    cpu = found.machine.cpu
-    values: dict[str, Any] = {"kind": "cpu", "model": cpu.name[:120]}
-    if cpu.architecture in ("x86-64", "aarch64"):
-        values["architecture"] = cpu.architecture
-        values["features"] = [item for item in get_args(IsaFeature) if item in cpu.features]
-    values["clusters"] = _describe_clusters(found.machine)
+    # A container that has fewer cores than the machine states those.
+    values = describe_cpu(found.machine.cpu, found.machine.cores)
     best = found.bandwidth[max(found.bandwidth)]
     values["read_bandwidth"] = _rate(best, f"{_count(max(found.bandwidth))}, {found.read_work}")
     values["bandwidth_by_threads"] = [
@@ -321,25 +314,6 @@ def _describe_cpu(found: Measurements) -> dict[str, Any]:
 def keep_rate(kernel: Mapping[str, Any]) -> dict[str, Any]:
     """A kernel's arithmetic, as a figure of its unit."""
     return {key: kernel[key] for key in ("giga_ops", "status", "source", "samples", "spread")}
-
-
-def _describe_clusters(machine: Machine) -> list[dict[str, Any]]:
-    """Kinds of cores; a container that has fewer cores than the machine states those."""
-    clusters = []
-    left = machine.cores
-    for number, item in enumerate(machine.cpu.clusters):
-        cores = min(item.cores, left)
-        left -= cores
-        if cores <= 0:
-            break
-        values: dict[str, Any] = {"id": f"cores{number or ''}", "cores": cores}
-        if item.max_hz:
-            clock = round(item.max_hz / 1e6) * 10**6
-            values["frequency"] = format_quantity(clock, HERTZ_UNITS)
-        if item.core:
-            values["core"] = item.core
-        clusters.append(values)
-    return clusters
 
 
 def _describe_steps(found: Measurements) -> Iterator[dict[str, Any]]:
@@ -414,11 +388,9 @@ def _describe_unit(item: UnitMeasurements) -> dict[str, Any]:
 
 def _describe_memory(found: Measurements) -> dict[str, Any]:
     memory = found.machine.memory
-    # Systems keep some for themselves: what people call the machine's size is a bit more.
-    capacity = max(round_up(memory.installed_bytes - 512 * MIB, 1024 * MIB), 512 * MIB)
     best = found.bandwidth[max(found.bandwidth)]
     values: dict[str, Any] = {
-        "capacity": format_bytes(capacity),
+        "capacity": format_bytes(round_capacity(memory.installed_bytes)),
         "read_bandwidth": _rate(best, f"{_count(max(found.bandwidth))}, {found.read_work}"),
     }
     if 0 < memory.limit_bytes < memory.installed_bytes:
