@@ -7,6 +7,7 @@ from typing import Protocol
 from pi2.diagnostics import UserError
 from pi2.phone.tokenizing.pieces import Unsupported
 from pi2.phone.tokenizing.tokenizer import Tokenizer
+from pi2.tokens.table_tokenizer import Encoded
 
 
 class TokenizerRefused(Exception):
@@ -14,34 +15,16 @@ class TokenizerRefused(Exception):
 
 
 class Reader(Protocol):
-    """What the engine needs of a tokenizer."""
+    """What the engine needs of a tokenizer, as the tokenizers library has it."""
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones around it."""
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoded:
+        """Tokens of a text."""
 
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens; special ones are left out unless ``special``."""
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of tokens."""
 
-    def id_to_token(self, token: int) -> str | None:
+    def id_to_token(self, id: int) -> str | None:
         """Text of a token."""
-
-
-class _Library:
-    def __init__(self, content: bytes) -> None:
-        import tokenizers
-
-        self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
-
-    def id_to_token(self, token: int) -> str | None:
-        return self._tokenizer.id_to_token(token)
 
 
 def open_tokenizer(content: bytes) -> Reader:
@@ -49,11 +32,16 @@ def open_tokenizer(content: bytes) -> Reader:
     try:
         return Tokenizer(content)
     except Unsupported as error:
-        if importlib.util.find_spec("tokenizers") is not None:
-            return _Library(content)
-        raise TokenizerRefused(
-            f"{error} is known to the tokenizers library only, which is not installed here"
-        ) from None
+        if importlib.util.find_spec("tokenizers") is None:
+            raise TokenizerRefused(
+                f"{error} is known to the tokenizers library only, which is not installed here"
+            ) from None
+        import tokenizers
+
+        found = tokenizers.Tokenizer.from_buffer(content)
+        found.no_truncation()
+        found.no_padding()
+        return found
     except (ValueError, KeyError, TypeError) as error:
         raise TokenizerRefused(f"it is damaged: {error!r}") from None
 
@@ -68,7 +56,7 @@ def encode_text(tokenizer: Reader, text: str) -> list[int]:
             f"the prompt is not UTF-8: half a character at place {error.start}",
             help="save or give the text as UTF-8",
         ) from None
-    return tokenizer.encode(text)
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def list_endings(tokenizer: Reader) -> list[int]:
@@ -79,4 +67,4 @@ def list_endings(tokenizer: Reader) -> list[int]:
 
 def decode_ids(tokenizer: Reader, ids: Sequence[int], *, special: bool = False) -> str:
     """Text of ``ids``, without special tokens unless ``special``."""
-    return tokenizer.decode(ids, special=special)
+    return tokenizer.decode(list(ids), skip_special_tokens=not special)

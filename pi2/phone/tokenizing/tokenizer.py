@@ -10,12 +10,14 @@ from typing import Any, Protocol
 from pi2.phone.tokenizing.pieces import (
     WHITE,
     Unsupported,
+    chain,
+    find_scheme,
     make_change,
     make_cut,
     map_bytes,
     read_pattern,
 )
-from pi2.tokens.table_tokenizer import Merge, Pairs, encode_bytes, list_byte_tokens
+from pi2.tokens.table_tokenizer import Encoded, Ids, Merge, Pairs, encode_bytes, list_byte_tokens
 
 Decode = Callable[[list[str]], list[str]]
 """Takes the texts of tokens; the returned texts are joined at the end."""
@@ -28,7 +30,7 @@ def make_decoder(rule: Mapping[str, Any] | None) -> Decode:
         return lambda texts: [" ".join(texts)]
     kind = rule["type"]
     if kind == "Sequence":
-        return _chain([make_decoder(item) for item in rule["decoders"]])
+        return chain([make_decoder(item) for item in rule["decoders"]])
     if kind == "ByteLevel":
         bytes_of = {char: byte for byte, char in enumerate(map_bytes())}
         return lambda texts: [_join_bytes(texts, bytes_of)]
@@ -43,23 +45,11 @@ def make_decoder(rule: Mapping[str, Any] | None) -> Decode:
         content, start, stop = str(rule["content"]), int(rule["start"]), int(rule["stop"])
         return lambda texts: [_strip(text, content, start, stop) for text in texts]
     if kind == "Metaspace":
-        mark, scheme = str(rule["replacement"]), rule.get("prepend_scheme")
-        if scheme is None:
-            scheme = "always" if rule.get("add_prefix_space", True) else "never"
-        first = " " if scheme == "never" else ""
+        mark, first = str(rule["replacement"]), " " if find_scheme(rule) == "never" else ""
         return lambda texts: [
             text.replace(mark, " " if place else first) for place, text in enumerate(texts)
         ]
     raise Unsupported(f"the decoder {kind}")
-
-
-def _chain(steps: list[Decode]) -> Decode:
-    def decode(texts: list[str]) -> list[str]:
-        for step in steps:
-            texts = step(texts)
-        return texts
-
-    return decode
 
 
 def _join_bytes(texts: list[str], bytes_of: Mapping[str, int]) -> str:
@@ -236,28 +226,24 @@ class Tokenizer:
         self._model = make_model(rules["model"])
         self._decode = make_decoder(rules.get("decoder"))
         added = [_read_added(item) for item in rules.get("added_tokens", ())]
-        self._added = {item.content: item for item in added}
         self._texts = {token: text for text, token in self._model.vocabulary.items()}
         self._texts |= {item.token: item.content for item in added}
         self._special = frozenset(item.token for item in added if item.special)
-        self._raw = [item for item in added if not item.normalized]
+        self._raw = {item.content: item for item in added if not item.normalized}
         self._normal = {self._change(item.content): item for item in added if item.normalized}
-        self._find_raw = _compile([item.content for item in self._raw])
+        self._find_raw = _compile(list(self._raw))
         self._find_normal = _compile(list(self._normal))
 
-    def id_to_token(self, token: int) -> str | None:
+    def id_to_token(self, id: int) -> str | None:
         """Text of a token; None if there is no such token."""
-        return self._texts.get(token)
+        return self._texts.get(id)
 
-    def get_vocab_size(self) -> int:
-        return len(self._texts)
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones before or after it."""
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoded:
+        """Tokens of a text; none are put before or after it, since phones make no embeddings."""
+        del add_special_tokens
         tokens: list[int] = []
         first = True
-        by_text = {item.content: item for item in self._raw}
-        for piece, own in _find_added(text, self._find_raw, by_text):
+        for piece, own in _find_added(sequence, self._find_raw, self._raw):
             if own is not None:
                 tokens.append(own.token)
             else:
@@ -270,16 +256,12 @@ class Tokenizer:
                             tokens += self._model.encode(word)
                     first = False
             first = False
-        return tokens
+        return Ids(tokens)
 
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens; special ones are left out unless ``special``."""
-        texts = [
-            text
-            for token in tokens
-            if (special or token not in self._special)
-            and (text := self._texts.get(token)) is not None
-        ]
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of tokens."""
+        hidden = self._special if skip_special_tokens else ()
+        texts = [self._texts[id] for id in ids if id in self._texts and id not in hidden]
         return "".join(self._decode(texts))
 
 
@@ -291,15 +273,8 @@ def _check_beginnings(rules: dict[str, Any]) -> None:
 
 
 def _read_added(item: dict[str, Any]) -> _Added:
-    return _Added(
-        token=int(item["id"]),
-        content=str(item["content"]),
-        single_word=bool(item.get("single_word")),
-        lstrip=bool(item.get("lstrip")),
-        rstrip=bool(item.get("rstrip")),
-        special=bool(item.get("special")),
-        normalized=bool(item.get("normalized")),
-    )
+    names = ("single_word", "lstrip", "rstrip", "special", "normalized")
+    return _Added(int(item["id"]), str(item["content"]), *(bool(item.get(name)) for name in names))
 
 
 def _compile(contents: list[str]) -> re.Pattern[str] | None:
