@@ -19,8 +19,8 @@ from tokenizers import (
 )
 
 from pi2.importing.gguf_tokenizer import make_tokenizer
-from pi2.phone.tokenizing.pieces import Unsupported, translate
-from pi2.phone.tokenizing.tokenizer import Tokenizer as OwnTokenizer
+from pi2.phone.runtime.pieces import Unsupported, translate
+from pi2.phone.runtime.tokenizer import Tokenizer as OwnTokenizer
 from pi2.sandbox.trial import TEXTS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pi2.diagnostics import UserError
-from pi2.phone.tokenizing.pieces import Unsupported
-from pi2.phone.tokenizing.tokenizer import Tokenizer
+from pi2.phone.runtime.pieces import Unsupported
+from pi2.phone.runtime.tokenizer import Tokenizer
 from pi2.tokens.table_tokenizer import Encoded
 
 

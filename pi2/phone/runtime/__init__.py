@@ -1,1 +1,1 @@
-"""The command line of a bundle.  It runs pi2's own engine."""
+"""What runs in a bundle next to pi2's own engine: command line, probe, reader of tokenizers."""

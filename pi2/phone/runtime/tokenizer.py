@@ -1,4 +1,4 @@
-"""A tokenizer of a ``tokenizer.json``."""
+"""A tokenizer of a ``tokenizer.json`` in plain Python; what it does not know is `Unsupported`."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pi2.phone.tokenizing.pieces import (
+from pi2.phone.runtime.pieces import (
     WHITE,
     Unsupported,
     chain,
