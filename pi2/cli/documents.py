@@ -99,6 +99,7 @@ def schema_command(output: Path, check: bool) -> int:
     Editors find them by the first line of a document, such as
     `#:schema ../schemas/plan.schema.json`."""
     from pi2.authoring.explanation import make_schemas
+    from pi2.sharing.fetching import write_atomically
 
     code = 0
     for name, text in make_schemas().items():
@@ -112,14 +113,8 @@ def schema_command(output: Path, check: bool) -> int:
             click.echo(f"{path}: {state}", err=True)
             code = code if current else 1
             continue
-        try:
-            if not current:
-                output.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError.of(
-                "P003", f"cannot be written: {error.strerror}", file=str(path)
-            ) from None
+        if not current:
+            write_atomically(path, text.encode())
         click.echo(f"{path}: {'unchanged' if current else 'written'}", err=True)
     return code
 

@@ -16,7 +16,6 @@ from pi2.cli.options import (
     FORCE,
     ChosenPlan,
     check_output,
-    make_folder,
     option,
     read_device,
     read_model,
@@ -65,7 +64,6 @@ def new(checkpoint: Path, given: OutputOptions) -> None:
     name = None if given.output is None else check_output(given.output, "model", given.force)
     made = describe_checkpoint(checkpoint, name)
     path = given.choose(made.model.id, "model")
-    make_folder(path)
     write_atomically(path, made.text.encode())
     click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)
 

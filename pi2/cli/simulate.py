@@ -185,10 +185,9 @@ def simulate_command(plan: ChosenPlan, given: SimulateOptions) -> None:
 
     All results are simulated, never measured; the last line shows where the figures of the device
     and the model come from."""
-    tokens = given.tokens
     from pi2.simulate import draw_run, read_inputs, simulate
 
-    tokens = fit_context(given.prompt, tokens, plan.resolved.plan.kv.context)
+    tokens = fit_context(given.prompt, given.tokens, plan.resolved.plan.kv.context)
     inputs = read_inputs(plan.measured)
     with ProgressBar() as bar:
         result = simulate(
@@ -230,7 +229,7 @@ def write_trace(path: Path, inputs: Description, prompt_tokens: int, seed: int) 
     write_file(path, json.dumps(document).encode())
 
 
-TOKENS = 256
+COMPARED_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -269,40 +268,31 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
     For plans, this includes the need of each memory segment and the resident neurons by layer. If
     the device has the figures, it includes the speed: simulated, not measured."""
     paths = [find_document_path(Path(name)) for name in (before, after)]
-    kinds = [_read_kind(path) for path in paths]
-    if kinds[0] != kinds[1]:
-        message = f"{before} is a {kinds[0]} and {after} is a {kinds[1]}"
+    kind, other_kind = map(find_kind, paths)
+    if kind and other_kind and kind != other_kind:
+        message = f"{before} is a {kind} and {after} is a {other_kind}"
         raise UserError.of("P014", message, help="compare documents of the same kind")
     reports = [read_sound(path) for path in paths]
-    documents = [report.document for report in reports]
-    assert documents[0] is not None
-    assert documents[1] is not None
-    plans = [report.resolved for report in reports]
-    if plans[0] is None or plans[1] is None:
-        found = Difference(compare_documents(kinds[0], documents[0], documents[1]))
+    assert kind is not None, "what has no kind is not sound"
+    first, second = (report.resolved for report in reports)
+    if first is None or second is None:
+        one, two = (report.document for report in reports)
+        assert one is not None and two is not None
+        found = Difference(compare_documents(kind, one, two))
     else:
         found = Difference(
-            compare_plans(plans[0], plans[1]),
-            compare_layers(plans[0], plans[1]),
-            compare_segments(plans[0], plans[1]),
+            compare_plans(first, second),
+            compare_layers(first, second),
+            compare_segments(first, second),
         )
         if simulate and not found.is_none:
-            first, second = plans[0].device, plans[1].device
-            device = measure_host(first)
-            other = device if first == second else measure_host(second)
-            measured = replace(plans[0], device=device), replace(plans[1], device=other)
+            device = measure_host(first.device)
+            other = device if first.device == second.device else measure_host(second.device)
+            measured = replace(first, device=device), replace(second, device=other)
             found = replace(found, speeds=list(map(simulate_speed, measured)))
     lines = [f"A  {before}", f"B  {after}", *_write_difference(found)]
     print_found(_describe_difference(reports, found), "\n".join(lines), as_json)
     return 1 if exit_code and not found.is_none else 0
-
-
-def _read_kind(path: Path) -> Kind:
-    kind = find_kind(path)
-    if kind is None:
-        message = "expected a file name that ends in .plan.toml, .device.toml or .model.toml"
-        raise UserError.of("P009", message, file=str(path))
-    return kind
 
 
 def simulate_speed(plan: ResolvedPlan) -> Speed:
@@ -312,7 +302,7 @@ def simulate_speed(plan: ResolvedPlan) -> Speed:
         inputs = read_inputs(plan)
     except UserError as error:
         return Speed(reason=error.diagnostics[0].message)
-    result = simulate(inputs, tokens=TOKENS)
+    result = simulate(inputs, tokens=COMPARED_TOKENS)
     return Speed(
         decode_tokens_s=result.tokens_s,
         prefill_tokens_s=None if result.prefill is None else result.prefill.tokens_s,
