@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_ori
 import click
 from click.shell_completion import CompletionItem
 
+from pi2.caches import find_cache_folder, is_gguf
+from pi2.cli.main import print_diagnostics
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -123,7 +125,6 @@ def print_found(found: object, text: str, as_json: bool) -> None:
 
 def read_sound(path: Path) -> Report:
     """A plan, device or model without errors; its warnings are printed."""
-    from pi2.cli.main import print_diagnostics
     from pi2.weights.file_reading import check_document
 
     report = check_document(path)
@@ -175,7 +176,6 @@ def refer_path(path: Path, folder: Path) -> str:
 
 def write_checked(path: Path, text: str, advice: str) -> Report:
     """Write a document whole or not at all, if it is sound; ``advice`` is the next step."""
-    from pi2.cli.main import print_diagnostics
     from pi2.sharing.fetching import write_atomically
     from pi2.weights.file_reading import check_document
 
@@ -439,7 +439,6 @@ def choose_plan(
 
 def name_draft(draft: Path | None) -> dict[str, object]:
     """Values of a plan for which the model of ``draft`` drafts."""
-    from pi2.caches import is_gguf
     from pi2.cli.documents import find_plan_path
     from pi2.importing.gguf_checkpoint import is_head
 
@@ -455,7 +454,6 @@ def measure_host(device: Device) -> Device:
     """The device; this machine, if it was not probed, with quickly measured rates."""
     if device.id != "host":
         return device
-    from pi2.caches import find_cache_folder
     from pi2.probing.document import has_rates, sketch_device
 
     if has_rates(device):
