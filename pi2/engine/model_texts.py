@@ -16,7 +16,7 @@ from pi2.engine.text import (
     make_staying_child,
     read_chat_template,
 )
-from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
+from pi2.sandbox.coding import decode_ids, encode_text, list_endings
 from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library
 
 if TYPE_CHECKING:

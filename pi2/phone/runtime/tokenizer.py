@@ -5,6 +5,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from pi2.phone.runtime.pieces import (
@@ -17,7 +18,16 @@ from pi2.phone.runtime.pieces import (
     map_bytes,
     read_pattern,
 )
-from pi2.tokens.table_tokenizer import Encoded, Ids, Merge, Pairs, encode_bytes, list_byte_tokens
+from pi2.sandbox.coding import TokenizerRefused as TokenizerRefused
+from pi2.tokens.table_tokenizer import (
+    Coder,
+    Encoded,
+    Ids,
+    Merge,
+    Pairs,
+    encode_bytes,
+    list_byte_tokens,
+)
 
 Decode = Callable[[list[str]], list[str]]
 """Takes the texts of tokens; the returned texts are joined at the end."""
@@ -226,6 +236,7 @@ class Tokenizer:
         self._model = make_model(rules["model"])
         self._decode = make_decoder(rules.get("decoder"))
         added = [_read_added(item) for item in rules.get("added_tokens", ())]
+        self._added = {item.token: item for item in added}
         self._texts = {token: text for text, token in self._model.vocabulary.items()}
         self._texts |= {item.token: item.content for item in added}
         self._special = frozenset(item.token for item in added if item.special)
@@ -237,6 +248,14 @@ class Tokenizer:
     def id_to_token(self, id: int) -> str | None:
         """Text of a token; None if there is no such token."""
         return self._texts.get(id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The token of a text; None if there is none."""
+        own = (id for id, item in self._added.items() if item.content == token)
+        return next(own, self._model.vocabulary.get(token))
+
+    def get_added_tokens_decoder(self) -> Mapping[int, Any]:
+        return self._added
 
     def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoded:
         """Tokens of a text; none are put before or after it, since phones make no embeddings."""
@@ -318,3 +337,23 @@ def _is_word(char: str) -> bool:
     if category[0] in "LM" or category in ("Nd", "Nl", "Pc") or code in (0x200C, 0x200D):
         return True
     return any(first <= code <= last for first, last in _CIRCLED)
+
+
+def open_tokenizer(content: bytes) -> Coder:
+    """Read a ``tokenizer.json``, by the `tokenizers` library if it is needed and installed; raises
+    `TokenizerRefused`."""
+    try:
+        return Tokenizer(content)
+    except Unsupported as error:
+        if find_spec("tokenizers") is None:
+            raise TokenizerRefused(
+                f"{error} is known to the tokenizers library only, which is not installed here"
+            ) from None
+        import tokenizers
+
+        found = tokenizers.Tokenizer.from_buffer(content)
+        found.no_truncation()
+        found.no_padding()
+        return found
+    except (ValueError, KeyError, TypeError) as error:
+        raise TokenizerRefused(f"it is damaged: {error!r}") from None
