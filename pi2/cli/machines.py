@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pi2.cli.main import is_verbose, wants_colour
+from pi2.cli.main import is_verbose
 from pi2.cli.options import (
     FORCE,
     ChosenPlan,
@@ -29,6 +29,7 @@ from pi2.cli.options import (
     take_plan,
     write_checked,
 )
+from pi2.logging import wants_colour
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
 from pi2.progress import ProgressBar
 

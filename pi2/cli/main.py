@@ -20,6 +20,7 @@ import click
 
 from pi2.caches import find_state_folder
 from pi2.diagnostics import Diagnostic, UserError
+from pi2.logging import configure_logging, wants_colour
 
 
 class _Stream(io.FileIO):
@@ -199,8 +200,6 @@ def is_verbose() -> bool:
 def _set_verbosity(ctx: click.Context, option: click.Parameter, count: int) -> None:
     if count:
         ctx.meta["verbose"] = True
-        from pi2.logging import configure_logging
-
         configure_logging(count)
 
 
@@ -283,13 +282,6 @@ def print_diagnostics(
 
         colour = wants_colour(sys.stderr)
         sys.stderr.write(texts.render_full(diagnostics, colour=colour, sources=sources))
-
-
-def wants_colour(stream: TextIO) -> bool:
-    """Colours are for terminals only, and not for those who set NO_COLOR."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return stream.isatty()
 
 
 _LIBRARIES = ("apache-tvm", "apache-tvm-ffi", "click", "numpy", "pyarrow", "pydantic", "tomli")

@@ -302,7 +302,7 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     )
     names = [plan.name for plan in chosen.plans]
     collect_as_usual()
-    run_server(uvicorn.Server(config), models, names, given.host, given.port, renew)
+    run_server(uvicorn.Server(config), models, names, renew)
 
 
 class Models(Protocol):
@@ -331,15 +331,14 @@ def run_server(
     server: uvicorn.Server,
     models: Models,
     names: Sequence[str],
-    host: str,
-    port: int,
-    renew: Callable[[], Awaitable[None]] | None = None,
+    renew: Callable[[], Awaitable[None]],
 ) -> None:
     """Load the models and serve until interrupted; SIGHUP calls ``renew``. UserError P681 if the
     address is taken."""
     import asyncio
     import socket
 
+    host, port = server.config.host, server.config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -357,8 +356,7 @@ def run_server(
         async def run() -> None:
             try:
                 await models.start()
-                if renew is not None:
-                    listen_for_changes(renew)
+                listen_for_changes(renew)
                 listener.listen(1024)  # from now on nobody is turned away
                 click.echo(f"pi2 serves {', '.join(names)} on {address}", err=True)
                 await server.serve(sockets=[listener])

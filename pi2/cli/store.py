@@ -26,6 +26,7 @@ from pi2.cli.options import (
 )
 from pi2.diagnostics import UserError
 from pi2.formats import name_packings
+from pi2.logging import wants_colour
 from pi2.model.tensors import MIXTURES
 from pi2.model_folders import BEST, choose_precision, choose_wish, is_computed_whole, write_notes
 from pi2.plan.documents.quantities import parse_size
@@ -86,7 +87,6 @@ def verify(path: Path, as_json: bool) -> int:
     """Read every file of the neuron store at PATH and compare it with the manifest.
 
     Exits with 0 if all files match, 1 with one finding per damaged file, 2 if there is no store."""
-    from pi2.cli.main import wants_colour
     from pi2.diagnostics import texts
     from pi2.store.manifest import read_manifest
     from pi2.store.verification import verify_store

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pi2.cli.documents import find_document_path
-from pi2.cli.main import print_diagnostics, wants_colour
+from pi2.cli.main import print_diagnostics
 from pi2.cli.options import (
     FILE,
     MEMORY,
@@ -39,6 +39,7 @@ from pi2.diagnostics.diagnostic import sort_diagnostics
 from pi2.diagnostics.texts import Page, list_formats, render
 from pi2.fitting.check import Report, find_page, load_pages
 from pi2.fitting.inspection import Reuse
+from pi2.logging import wants_colour
 from pi2.plan.reading.references import find_shipped_folder, list_documents
 from pi2.plan.toml.source import CANNOT_READ, display_path
 from pi2.plan.toml.text import format_path, write_value

@@ -10,7 +10,8 @@ import click
 import pytest
 
 from pi2.cli import main
-from pi2.cli.main import run, wants_colour
+from pi2.cli.main import run
+from pi2.logging import wants_colour
 from tests.helpers.programs import Ask, start_pi2, start_python
 
 Patch = pytest.MonkeyPatch
