@@ -12,13 +12,14 @@ import os
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import click
 
-from pi2.caches import find_state_folder
+from pi2.caches import find_common
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.logging import configure_logging, wants_colour
 
@@ -323,13 +324,10 @@ def write_log(text: str) -> Path | None:
     """Write ``text`` to a new file in the user's state folder, else in the temporary one."""
     import tempfile
 
-    finders: tuple[Callable[[], Path], ...] = (
-        lambda: find_state_folder(os.environ),
-        lambda: Path(tempfile.gettempdir()),
-    )
-    for find in finders:
+    find_state = partial(find_common, "XDG_STATE_HOME", ".local/state", os.environ)
+    for find in (find_state, tempfile.gettempdir):
         try:
-            folder = find()
+            folder = Path(find())
             folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(prefix="pi2-crash-", suffix=".log", dir=folder)
             with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
