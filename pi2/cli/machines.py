@@ -88,10 +88,13 @@ class Entry:
 
     def write(self, columns: int | None) -> Iterator[str]:
         """Lines of at most ``columns``, if they are limited."""
+        width = sys.maxsize if columns is None else max(columns, self.indent + 20)
+        pad = " " * self.indent
+        wrapper = textwrap.TextWrapper(
+            width, pad, pad, break_long_words=False, break_on_hyphens=False
+        )
         for number, line in enumerate(self.lines):
-            wrapped = [self.indent * " " + line]
-            if columns is not None:
-                wrapped = wrap_line(line, self.indent, columns)
+            wrapped = wrapper.wrap(line) or [""]
             if number == 0 and self.label:
                 head = click.style(self.label.ljust(self.indent), fg=self.colour)
                 wrapped[0] = head + wrapped[0][self.indent :]
@@ -268,18 +271,6 @@ def describe_gpus(surveys: Sequence[Survey], *, whole: bool) -> Iterator[str]:
     missing = [survey.api for survey in surveys if survey.obstacle is not None]
     if missing and not whole:
         yield f"no device of {', '.join(missing)}; -v says what to install"
-
-
-def wrap_line(text: str, indent: int, columns: int) -> list[str]:
-    pad = " " * indent
-    return textwrap.wrap(
-        text,
-        max(columns, indent + 20),
-        initial_indent=pad,
-        subsequent_indent=pad,
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [""]
 
 
 Target = Literal["aarch64-linux-gnu", "aarch64-linux-android", "x86_64-linux-gnu"]
