@@ -47,7 +47,7 @@ class ByteProgress:
 
 
 PATIENCE_S = 1.0
-"""What takes less gets no bar."""
+"""Shorter jobs get no bar."""
 
 
 class ProgressBar:

@@ -273,7 +273,7 @@ def diff_command(before: str, after: str, simulate: bool, as_json: bool, exit_co
         message = f"{before} is a {kind} and {after} is a {other_kind}"
         raise UserError.of("P014", message, help="compare documents of the same kind")
     reports = [read_sound(path) for path in paths]
-    assert kind is not None, "what has no kind is not sound"
+    assert kind is not None, "a document without a kind is not sound"
     first, second = (report.resolved for report in reports)
     if first is None or second is None:
         one, two = (report.document for report in reports)

@@ -200,7 +200,7 @@ class FileContents:
 
 @dataclass(frozen=True, slots=True)
 class StoreContents:
-    """A neuron store; the methods are those of `FileContents`."""
+    """A neuron store, with the methods of `FileContents`."""
 
     path: Path | None
     """None if this machine does not have it."""

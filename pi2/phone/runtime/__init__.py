@@ -1,1 +1,1 @@
-"""What runs in a bundle next to pi2's own engine: command line, probe, reader of tokenizers."""
+"""Modules of a bundle next to pi2's own engine: command line, probe, reader of tokenizers."""
