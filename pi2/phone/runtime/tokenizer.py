@@ -1,4 +1,4 @@
-"""A tokenizer of a ``tokenizer.json`` in plain Python; what it does not know is `Unsupported`."""
+"""A tokenizer of a ``tokenizer.json`` in plain Python; unknown rules raise `Unsupported`."""
 
 import json
 import re
