@@ -124,16 +124,24 @@ Kept = Literal[
 
 
 def find_cache_folder(kept: Kept, environment: Mapping[str, str] | None = None) -> Path:
-    """The absolute folder for a ``kept`` kind of data, which may not exist; empty variables do not
-    count, nor does a relative ``XDG_CACHE_HOME``."""
+    """The absolute folder for a ``kept`` kind of data, which may not exist."""
+    return find_kept(kept, "XDG_CACHE_HOME", ".cache", environment)
+
+
+def find_kept(
+    name: str, variable: str, usual: str, environment: Mapping[str, str] | None = None
+) -> Path:
+    """The folder ``name`` below ``PI2_CACHE_DIR``, else below `find_common`."""
     values = os.environ if environment is None else environment
     own = values.get(VARIABLE)
-    if own:
-        return Path(own).absolute() / kept
-    common = values.get("XDG_CACHE_HOME")
-    if common and Path(common).is_absolute():
-        return Path(common) / "pi2" / kept
-    return find_home(values) / ".cache/pi2" / kept
+    return (Path(own).absolute() if own else find_common(variable, usual, values)) / name
+
+
+def find_common(variable: str, usual: str, environment: Mapping[str, str]) -> Path:
+    """The folder ``pi2`` in the user's folder that ``variable`` names, else in ``usual`` of the
+    home; an empty or relative value does not count."""
+    common = Path(environment.get(variable, ""))
+    return (common if common.is_absolute() else find_home(environment) / usual) / "pi2"
 
 
 def find_home(environment: Mapping[str, str]) -> Path:
@@ -149,11 +157,6 @@ def find_home(environment: Mapping[str, str]) -> Path:
     except KeyError:
         return _NO_HOME
     return home if home.is_absolute() else _NO_HOME
-
-
-def find_state_folder(environment: Mapping[str, str]) -> Path:
-    common = Path(environment.get("XDG_STATE_HOME", ""))
-    return (common if common.is_absolute() else find_home(environment) / ".local/state") / "pi2"
 
 
 def find_problem(folder: Path, *, runs_code: bool) -> str | None:

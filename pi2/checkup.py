@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,7 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.fitting import find_alone_backend, find_backend, find_unit_backend
 from pi2.fitting.misfits import find_plan_misfits
 from pi2.machine import Machine, Storage, detect_machine, inspect_storage, list_hints
-from pi2.machine.storage import EMULATORS, Tvm, detect_tvm, find_programs
+from pi2.machine.storage import EMULATORS, Tvm, detect_tvm, find_programs, read_version
 from pi2.memory.uring import find_refusal
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import list_backend_names
@@ -83,7 +82,7 @@ def examine_machine() -> Checkup:
         for emulated in (False, True)
     }
     return Checkup(
-        pi2_version=_read_version(),
+        pi2_version=read_version("pi2") or "not installed",
         python_version=platform.python_version(),
         machine=machine,
         hints=tuple(hints),
@@ -182,14 +181,5 @@ def find_unit_obstacles(resolved: ResolvedPlan) -> list[Diagnostic]:
 
 def inspect_folder(path: Path) -> Folder:
     """Whether a folder can be written to, or made."""
-    existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = next(place for place in (path, *path.parents) if place.exists())
     return Folder(path=path, writable=existing.is_dir() and os.access(existing, os.W_OK | os.X_OK))
-
-
-def _read_version() -> str:
-    try:
-        return version("pi2")
-    except PackageNotFoundError:
-        return "not installed"

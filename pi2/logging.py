@@ -35,7 +35,7 @@ def configure_logging(verbosity: int = 0, *, stream: TextIO | None = None) -> No
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
     ]
     if human:
-        processors.append(structlog.dev.ConsoleRenderer(colors=_wants_colour()))
+        processors.append(structlog.dev.ConsoleRenderer(colors=wants_colour(target)))
     else:
         processors += [
             # Without locals: they would put prompts into logs.
@@ -61,8 +61,10 @@ def _has_structlog() -> bool:
         return False
 
 
-def _wants_colour() -> bool:
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def wants_colour(stream: TextIO) -> bool:
+    """Colours are for terminals only, and not for those who set NO_COLOR."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not is_plain and stream.isatty()
 
 
 class Logger:

@@ -17,7 +17,7 @@ from typing import get_args
 from pydantic import TypeAdapter
 
 from pi2.caches import RECORD as RECORD
-from pi2.caches import VARIABLE, Kept, find_cache_folder, find_home
+from pi2.caches import Kept, find_cache_folder, find_kept
 from pi2.diagnostics import UserError
 
 PLAN = "default.plan.toml"
@@ -112,14 +112,7 @@ class PulledModel:
 
 def find_models_folder(environment: Mapping[str, str] | None = None) -> Path:
     """The folder, absolute; it may not exist yet."""
-    values = os.environ if environment is None else environment
-    own = values.get(VARIABLE)
-    if own:
-        return Path(own).absolute() / "models"
-    common = values.get("XDG_DATA_HOME")
-    if common and Path(common).is_absolute():
-        return Path(common) / "pi2" / "models"
-    return find_home(values) / ".local/share/pi2/models"
+    return find_kept("models", "XDG_DATA_HOME", ".local/share", environment)
 
 
 def list_models() -> list[PulledModel]:

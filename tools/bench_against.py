@@ -19,7 +19,6 @@ from pathlib import Path
 
 from limited.llama_cpp import LlamaRecipe, check_installed
 from limited.program import run_program
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import ChosenPlan, choose_plan
 from pi2.diagnostics import UserError
 from pi2.engine.accounts import TokenBytes
@@ -27,7 +26,7 @@ from pi2.measuring import report
 from pi2.measuring.contestant import Recipe, RemoteContestant
 from pi2.measuring.report import Row, Sample, Workload, list_workloads
 from pi2.measuring.session import Course, Outcome, open_limit, open_plan, run_session
-from pi2.progress import Progress
+from pi2.progress import Progress, ProgressBar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -34,11 +34,11 @@ from pi2.backends.gpu.kernels.specification import GpuSpec, Target
 from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.backends.gpu.launches import load_image
 from pi2.backends.gpu.model_arrays import ModelArrays
-from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
 from pi2.fitting.check import load_plan
 from pi2.plan.documents.model import Model
 from pi2.planning.wish import read_document
+from pi2.progress import ProgressBar
 
 ROOT = Path(__file__).resolve().parents[1]
 AGAINST = ROOT / "tools/bench_against.py"

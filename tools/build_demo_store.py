@@ -13,10 +13,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import read_model
 from pi2.diagnostics import UserError, texts
 from pi2.importing.convert import convert_checkpoint
+from pi2.progress import ProgressBar
 from pi2.store.manifest import Manifest
 
 ROOT = Path(__file__).resolve().parents[1]

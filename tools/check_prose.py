@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from pi2.cli.commands import LazyGroup
+from pi2.cli.main import LazyGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests/prose.toml"

@@ -26,7 +26,6 @@ from layerwise import (
     run_layers,
 )
 from pi2.arrays import F32, I64
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import read_model
 from pi2.engine.loading import read_tokenizer
 from pi2.formats import find_packing
@@ -35,7 +34,7 @@ from pi2.measuring.texts import Passages, Scores, Window, read_texts
 from pi2.model.tensor import EMBEDDING, HEAD, HEAD_BIAS
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
-from pi2.progress import Progress, ignore_progress
+from pi2.progress import Progress, ProgressBar, ignore_progress
 from pi2.store.reader import NeuronStore
 
 

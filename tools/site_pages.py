@@ -13,7 +13,7 @@ import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from pi2.cli.commands import LazyGroup
+from pi2.cli.main import LazyGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {

@@ -23,7 +23,6 @@ import sys
 import time
 from pathlib import Path
 
-from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
 from pi2.fitting.check import check_file, load_plan
 from pi2.importing.conversion_job import check_experts, note_identity
@@ -37,6 +36,7 @@ from pi2.plan.documents.quantities import (
 )
 from pi2.plan.reading.references import find_document
 from pi2.planning.wish import read_document
+from pi2.progress import ProgressBar
 from pi2.store.manifest import read_manifest
 from pi2.store.reader import NeuronStore
 from synthesis.additions import add_files

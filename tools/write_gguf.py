@@ -15,8 +15,8 @@ from pathlib import Path
 
 from limited.program import run_program
 from limited.random_gguf import write_gguf
-from pi2.cli.commands import ProgressBar
 from pi2.fitting.check import load_plan
+from pi2.progress import ProgressBar
 
 
 def main() -> int:

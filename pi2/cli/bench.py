@@ -1,5 +1,8 @@
-"""Measure a plan's speed, and its model's perplexity."""
+"""Measure plans and models: speed, perplexity, activations, timelines, routing."""
 
+from __future__ import annotations
+
+import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar
+from pi2.caches import replace_file
 from pi2.cli.options import (
     FILE,
     JSON,
@@ -16,15 +19,35 @@ from pi2.cli.options import (
     ChosenPlan,
     TextOptions,
     choose_plan,
+    find_form,
     option,
     print_found,
     suggest_plans,
     take_options,
     take_plan,
+    write_file,
 )
 from pi2.diagnostics import UserError
+from pi2.plan.documents.quantities import (
+    BYTE_UNITS,
+    QuantityError,
+    approximate_bytes,
+    parse_quantity,
+    write_table,
+)
+from pi2.progress import ProgressBar
+from pi2.tracing import (
+    add_legend,
+    check_form,
+    make_chrome_trace,
+    make_figure,
+    pick_styles,
+    save_figure,
+)
 
 if TYPE_CHECKING:
+    from pi2.measuring.activations import Statistics
+    from pi2.measuring.routing import Replay, RoutingTrace
     from pi2.measuring.session import Outcome
 
 
@@ -33,7 +56,6 @@ WORDS = ("reference", "gate", "low-rank", "llama.cpp")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(TextOptions):
-    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
     stride: int | None = option(type=click.IntRange(min=1))
     against: tuple[str, ...] = option(metavar="WHAT")
     as_json: bool = JSON()
@@ -190,3 +212,239 @@ def read_text(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError.of("P641", f"cannot read the text {path}: {error}") from None
+
+
+SHARES = ("5%", "10%", "20%", "30%", "50%", "70%")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    policies: tuple[str, ...] = option(
+        "--policy",
+        type=click.Choice(["lru", "lfu", "lru-layer", "lfu-layer", "belady", "belady-layer"]),
+    )
+    sizes: tuple[str, ...] = option("--memory", metavar="SIZE")
+    skip: int = option(type=click.IntRange(min=0), default=0)
+    plot: Path | None = option(type=FILE, metavar="FILE")
+    as_json: bool = JSON()
+
+
+@click.command("replay")
+@click.argument("trace", type=click.Path(path_type=Path))
+@take_options(ReplayOptions)
+def replay_command(trace: Path, given: ReplayOptions) -> None:
+    """Take the experts of TRACE (routing.parquet of `pi2 activations --routing`) through caches.
+
+    belady is the optimal policy, as an upper bound."""
+    from pi2.measuring.routing import POLICIES, ROUTING, read_trace, replay_trace
+
+    if given.plot is not None:
+        check_form(find_form(given.plot))
+    found = read_trace(trace / ROUTING if trace.is_dir() else trace)
+    if given.skip >= len(found.chosen):
+        raise click.BadParameter(f"the trace has {len(found.chosen)} tokens", param_hint="--skip")
+    slots = [count_slots(size, found) for size in given.sizes or SHARES]
+    chosen = [policy for policy in POLICIES if not given.policies or policy in given.policies]
+    rows = [
+        [replay_trace(found, policy, count, skip=given.skip) for count in slots]
+        for policy in chosen
+    ]
+    if given.plot is not None:
+        write_hits_plot(given.plot, rows)
+    values = [asdict(item) for row in rows for item in row]
+    print_found(values, write_hits(found, rows, slots), given.as_json)
+
+
+def count_slots(size: str, trace: RoutingTrace) -> int:
+    """Experts that fit into ``size``; UserError P552 if it is invalid or too small for a token."""
+    layers, chosen = trace.chosen.shape[1:]
+    every = layers * trace.experts
+    try:
+        if size.strip().endswith("%"):
+            count = round(float(size.strip()[:-1]) / 100 * every)
+        else:
+            size_bytes = int(parse_quantity(size, BYTE_UNITS))
+            if not trace.expert_bytes:
+                raise QuantityError("the trace does not say how large an expert is")
+            count = size_bytes // trace.expert_bytes
+    except (QuantityError, ValueError) as error:
+        raise UserError.of("P552", f"{size!r}: {error}", help="write '4 GiB' or '30%'") from None
+    if count < chosen:
+        raise UserError.of(
+            "P552",
+            f"{size} holds {count} experts, and a layer needs {chosen} for a token",
+            help="give a larger --memory",
+        )
+    return int(min(count, every))
+
+
+def write_hits(trace: RoutingTrace, rows: list[list[Replay]], slots: list[int]) -> str:
+    tokens, layers, chosen = trace.chosen.shape
+    demand = layers * chosen
+    every = layers * trace.experts
+    size = trace.expert_bytes
+
+    def name(count: int) -> str:
+        share = f"{count / every:.1%}"
+        return f"{approximate_bytes(count * size)} ({share})" if size else share
+
+    lines = [
+        f"{tokens} tokens; a token needs {layers} layers x {chosen} experts = {demand} experts"
+        + (f", {approximate_bytes(demand * size)}" if size else ""),
+        "",
+        *write_table(
+            " | ".join(("hits", *map(name, slots))),
+            ((row[0].policy, *(f"{item.hit_rate:.1%}" for item in row)) for row in rows),
+        ),
+    ]
+    small = [name(count) for count in slots if count < demand]
+    if small:
+        lines += ["", f"Smaller than one token's demand: {', '.join(small)}."]
+    if size and rows:
+        best = [min(row[place].reads_token for row in rows) for place in range(len(slots))]
+        parts = [approximate_bytes(round(count * size)) for count in best]
+        lines += ["", f"Least that a token reads: {', '.join(parts)}."]
+    return "\n".join(lines)
+
+
+def write_hits_plot(path: Path, rows: list[list[Replay]]) -> None:
+    """Draw hit rates over sizes; UserError P631 if the file cannot be written."""
+    figure = make_figure(7, 4)
+    axes = figure.subplots()
+    for row, style in zip(rows, pick_styles(len(rows)), strict=True):
+        shares = [100 * item.share for item in row]
+        axes.plot(shares, [100 * item.hit_rate for item in row], label=row[0].policy, **style)
+    axes.set_xlabel("cache, % of all experts")
+    axes.set_ylabel("experts found in memory, %")
+    axes.set_ylim(0, 100)
+    add_legend(axes)
+    write_file(path, save_figure(figure, find_form(path)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    output: Path = option("-o", "--output", type=FILE, default=Path("trace.json"))
+    prompt: str = option("-p", "--prompt", default="The")
+    tokens: int = option("-n", "--max-tokens", type=click.IntRange(1, 64), default=4)
+    warm_up: int = option(type=click.IntRange(min=0), default=8)
+
+
+@click.command("trace")
+@take_options(TraceOptions)
+@take_plan()
+def trace_command(plan: ChosenPlan, given: TraceOptions) -> None:
+    """Run PLAN for a few tokens and record a timeline.
+
+    The trace has a lane for each compute thread, each other unit, and each reading thread or queue.
+    Arrows lead from reads to the kernels that waited for them, and counters show the neuron cache.
+    Open it at ui.perfetto.dev or chrome://tracing. A summary of the time, and of units that worked
+    at the same time, is printed."""
+    from pi2.measuring.timeline import record_run
+    from pi2.sharing.fetching import write_report
+
+    with ProgressBar() as bar, plan.load(bar) as model:
+        ids = model.encode(given.prompt)
+        recorder, summary = record_run(model, ids, given.tokens, warm_up=given.warm_up)
+        notes = {
+            "plan": str(plan.path),
+            "plan_digest": model.plan.digest,
+            "summary": summary.describe(),
+        }
+    document = make_chrome_trace(recorder, notes, process="pi2 (measured)", category="measured")
+    write_report(given.output, json.dumps(document))
+    click.echo(f"{given.output}: {summary.describe()}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsOptions(TextOptions):
+    output: Path = option("-o", "--output", required=True, metavar="STATS")
+    largest: float | None = option(type=click.FloatRange(0, 1, min_open=True), metavar="SHARE")
+    samples: int = option(type=click.IntRange(min=0, max=4096), default=256)
+    moments: bool = False
+    routing: bool = False
+    plot: Path | None = option(type=FILE, metavar="FILE")
+    replace: bool = option("--force")
+    as_json: bool = JSON()
+
+
+@click.command("activations")
+@take_options(ActivationsOptions)
+@take_plan()
+def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
+    """Run PLAN's model on texts and record in STATS how often each neuron fires.
+
+    STATS gets activations.parquet (for `pi2 convert --activations`), coactivations.parquet and
+    statistics.json. After Ctrl-C the same command resumes. With --routing STATS gets only
+    routing.parquet: the experts of each token, with their weights."""
+    from pi2.measuring.activations import RecordingOptions, draw_activations, record_activations
+
+    if given.routing:
+        write_routing(plan, given)
+        return
+    plan.refuse_file()
+    if given.plot is not None:
+        check_form(find_form(given.plot))
+    options = RecordingOptions(largest=given.largest, samples=given.samples, moments=given.moments)
+    with ProgressBar() as progress:
+        statistics = record_activations(
+            plan.path,
+            given.read_passages(),
+            given.output,
+            overrides=plan.overrides,
+            options=options,
+            replace=given.replace,
+            progress=progress,
+        )
+    if given.plot is not None:
+        picture = draw_activations(given.output, statistics, find_form(given.plot))
+        write_file(given.plot, picture)
+    print_found(asdict(statistics), describe_statistics(statistics), given.as_json)
+
+
+def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
+    """Record and describe routing; UserError P664 if a recording exists, P666 without room."""
+    from pi2.measuring.routing import ROUTING, encode_trace, observe_routing
+
+    path = given.output / ROUTING
+    if path.exists() and not given.replace:
+        raise UserError.of(
+            "P664", f"{path} exists already", help="choose another folder, or use --force"
+        )
+    passages = given.read_passages()
+    with ProgressBar() as progress, plan.load(progress) as model:
+        trace = observe_routing(model, passages.cut(model), progress)
+    try:
+        replace_file(path, encode_trace(trace, {"pi2.model": model.plan.model.id}))
+    except OSError as error:
+        raise UserError.of("P666", f"cannot write {path}: {error.strerror}") from None
+    click.echo(describe_routing(trace))
+
+
+def describe_routing(trace: RoutingTrace) -> str:
+    from pi2.measuring.routing import DISTANCES, measure_locality
+
+    tokens, layers, chosen = trace.chosen.shape
+    again = " | ".join(f"chosen again within {distance}" for distance in DISTANCES)
+    titles = f"layer | experts for 80 % | touched | {again} | tokens shuffled"
+    rows = []
+    for layer in (*range(layers), None):
+        found = measure_locality(trace, layer)
+        shares = (found.popular, found.touched, *found.reuse.values())
+        mixed = " / ".join(f"{share:.1%}" for share in found.shuffled.values())
+        name = "mean" if layer is None else str(layer)
+        rows.append((name, *(f"{share:.1%}" for share in shares), mixed))
+    head = f"{tokens} tokens, {layers} layers, {chosen} of {trace.experts} experts"
+    return "\n".join((head, "", *write_table(titles, rows)))
+
+
+def describe_statistics(statistics: Statistics) -> str:
+    titles = "layer | active | of 2 tokens | of 3 | of 4 | neurons for 80 % | never active"
+    rows = [
+        (layer.active, *layer.batches[1:], layer.skew, layer.never) for layer in statistics.layers
+    ]
+    shown = [(number, *(f"{share:.1%}" for share in row)) for number, row in enumerate(rows)]
+    lines = [f"{statistics.model}: {statistics.tokens} tokens", "", *write_table(titles, shown), ""]
+    if any(layer.active != layer.batches[0] for layer in statistics.layers):
+        lines += ["active: of the experts that compute a token; all else: of the whole layer", ""]
+    lines.append(f"mean: active {statistics.active:.1%}, neurons for 80 % {statistics.skew:.1%}")
+    return "\n".join(lines)

@@ -10,8 +10,7 @@ from typing import Literal
 import click
 
 from pi2.cli import collect_as_usual
-from pi2.cli.commands import ProgressBar, is_guided
-from pi2.cli.main import print_diagnostics
+from pi2.cli.main import is_guided, print_diagnostics
 from pi2.cli.options import (
     FILE,
     FORCE,
@@ -29,11 +28,14 @@ from pi2.cli.options import (
     take_plan,
     write_checked,
 )
-from pi2.diagnostics import UserError
+from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.found_models import find_found
 from pi2.loading import find_plan, find_pulled, is_checkpoint
-from pi2.plan.toml.source import KINDS, Kind
-from pi2.weights.file_reading import HUB, FileFiller
+from pi2.plan.documents.quantities import format_bytes
+from pi2.plan.reading.references import FOREIGN, list_documents, list_shipped, read_document
+from pi2.plan.toml.source import CANNOT_READ, KINDS, Kind, detect_kind, display_path, read_text
+from pi2.progress import ProgressBar
+from pi2.weights.file_reading import HUB, FileFiller, list_missing
 
 
 @click.command("migrate")
@@ -45,9 +47,6 @@ def migrate_command(files: tuple[str, ...], check: bool) -> int:
     FILE is a plan, device or model, or a folder of them.  Versions are raised and renamed keys
     replaced; comments, order and layout are kept.  Files that are up to date are not touched."""
     from pi2.authoring.difference import migrate_text
-    from pi2.diagnostics import Diagnostic, Span
-    from pi2.plan.reading.references import FOREIGN, list_documents, read_document
-    from pi2.plan.toml.source import CANNOT_READ, detect_kind, display_path, read_text
     from pi2.sharing.fetching import write_atomically
 
     findings: list[Diagnostic] = []
@@ -100,6 +99,7 @@ def schema_command(output: Path, check: bool) -> int:
     Editors find them by the first line of a document, such as
     `#:schema ../schemas/plan.schema.json`."""
     from pi2.authoring.explanation import make_schemas
+    from pi2.sharing.fetching import write_atomically
 
     code = 0
     for name, text in make_schemas().items():
@@ -113,14 +113,8 @@ def schema_command(output: Path, check: bool) -> int:
             click.echo(f"{path}: {state}", err=True)
             code = code if current else 1
             continue
-        try:
-            if not current:
-                output.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError.of(
-                "P003", f"cannot be written: {error.strerror}", file=str(path)
-            ) from None
+        if not current:
+            write_atomically(path, text.encode())
         click.echo(f"{path}: {'unchanged' if current else 'written'}", err=True)
     return code
 
@@ -144,7 +138,6 @@ def show_command(plan: str, given: ShowOptions) -> None:
     resolves to the same digest."""
     from pi2.authoring.writing import write_document, write_plan
     from pi2.costs.cost import describe_speed
-    from pi2.plan.toml.source import detect_kind
 
     path = find_document_path(Path(plan))
     kind = detect_kind(path.name) or "plan"
@@ -232,7 +225,6 @@ def fit_command(plan: ChosenPlan, given: FitOptions) -> None:
     error.  The new plan extends PLAN and states what differs.  Without -o it goes to standard
     output."""
     from pi2.costs.cost import describe_speed
-    from pi2.plan.documents.quantities import format_bytes
 
     if plan.memory_bytes is None and not plan.settings:
         raise click.UsageError("give --memory, --set or both")
@@ -250,7 +242,6 @@ def write_fitted(
     """Write a plan that extends ``plan``, or runs its GGUF file, and states what differs; without
     an ``output`` to standard output. ``device`` is another reference to the plan's."""
     from pi2.authoring.drafting import refer_from, write_overlay
-    from pi2.plan.reading.references import list_shipped
 
     target = output or Path("fitted.plan.toml")
     if os.path.realpath(target) == os.path.realpath(plan.path):
@@ -288,7 +279,6 @@ def find_plan_path(path: Path, *, files: FileFiller | None = None) -> Path:
     found = _find(path, ("plan",), files)
     if is_guided():
         from pi2.cli.models import pull_weights
-        from pi2.weights.file_reading import list_missing
 
         for weights in list_missing(found):
             if click.confirm(f"{weights} is not on this machine: fetch it?", err=True):

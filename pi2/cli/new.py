@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import Subcommands, is_guided
+from pi2.cli.main import Subcommands, is_guided
 from pi2.cli.options import (
     COUNT,
     FORCE,
     ChosenPlan,
     check_output,
-    make_folder,
     option,
     read_device,
     read_model,
@@ -28,7 +26,6 @@ from pi2.cli.options import (
     take_plan,
     write_checked,
 )
-from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
     from pi2.plan.toml.source import Kind
@@ -65,7 +62,6 @@ def new(checkpoint: Path, given: OutputOptions) -> None:
     name = None if given.output is None else check_output(given.output, "model", given.force)
     made = describe_checkpoint(checkpoint, name)
     path = given.choose(made.model.id, "model")
-    make_folder(path)
     write_atomically(path, made.text.encode())
     click.echo(f"{path}: written; `pi2 show {path}` shows every value", err=True)
 
@@ -98,9 +94,8 @@ def new_plan(given: NewPlanOptions) -> None:
     if given.modelfile is not None:
         _convert_modelfile(given.modelfile, given)
         return
-    devices, models = _list_shipped("device"), _list_shipped("model")
-    device = _ask("--device", given.device, "Device", default="host", known=devices)
-    model = _ask("--model", given.model, "Model", default="pi2-demo", known=models)
+    device = _ask("--device", given.device, "Device", default="host", known="device")
+    model = _ask("--model", given.model, "Model", default="pi2-demo", known="model")
     machine, network = read_device(device), read_model(model)
     memory = _ask("--memory", given.memory, "Memory for the whole process", default="4 GiB")
     budget = parse_size(memory, code="P105")
@@ -223,42 +218,32 @@ def new_model(name: str | None, given: NewModelOptions) -> None:
         return
     shape: dict[str, int] = {}
     for key, text in read_texts(ShapeOptions).items():
-        stated = getattr(given, key)
-        answer = _ask(f"--{key.replace('_', '-')}", stated and str(stated), text.rstrip("."))
-        shape[key] = _parse_count(answer, key)
+        flag = f"--{key.replace('_', '-')}"
+        shape[key] = _ask(flag, getattr(given, key), text.rstrip("."), kind=COUNT)
     activation = _ask("--activation", given.activation, "Activation", default="silu")
     _write(path, draft_model(_take_name(path), shape, activation))
 
 
 def _ask(
     flag: str,
-    given: str | None,
+    given: Any,
     question: str,
     *,
+    kind: click.IntRange | None = None,
     default: str | None = None,
-    known: Sequence[str] = (),
-) -> str:
-    """The value that was given, or an answer; elsewhere than on a terminal, a usage error."""
+    known: Kind | None = None,
+) -> Any:
+    """The value that was given, or an answer of some ``kind``; elsewhere than on a terminal, a
+    usage error.  Shipped documents of the kind ``known`` are listed before."""
     if given is not None:
         return given
     if not is_guided():
         raise click.UsageError(f"{flag} is missing.")
-    if known:
-        click.echo(f"Known: {', '.join(known)}", err=True)
-    answer: str = click.prompt(question, default=default, err=True)
-    return answer
+    if known is not None:
+        from pi2.plan.reading.references import list_shipped
 
-
-def _list_shipped(kind: Kind) -> list[str]:
-    from pi2.plan.reading.references import list_shipped
-
-    return list(list_shipped(kind)) if is_guided() else []
-
-
-def _parse_count(text: str, name: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not 0 < int(text[:10]) < 2**31:
-        raise UserError.of("P104", f"{name} is a whole number above 0, got {text!r}")
-    return int(text)
+        click.echo(f"Known: {', '.join(list_shipped(known))}", err=True)
+    return click.prompt(question, default=default, type=kind, err=True)
 
 
 def _take_name(path: Path) -> str:

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_ori
 import click
 from click.shell_completion import CompletionItem
 
+from pi2.caches import find_cache_folder, is_gguf
+from pi2.cli.main import print_diagnostics
 from pi2.diagnostics import UserError
 
 if TYPE_CHECKING:
@@ -31,33 +33,33 @@ if TYPE_CHECKING:
     from pi2.weights.file_reading import FileFiller
 
 
-def suggest_files(
-    context: click.Context, parameter: click.Parameter, word: str
-) -> list[CompletionItem]:
-    return [CompletionItem(word, type="file")]
-
-
-def suggest_plans(
-    context: click.Context, parameter: click.Parameter, word: str
-) -> list[CompletionItem]:
+def _list_plans() -> Iterable[str]:
     from pi2.loading import list_names
 
+    return list_names()
+
+
+def _list_shipped(kind: Kind) -> Iterable[str]:
+    from pi2.plan.reading.references import list_shipped
+
+    return list_shipped(kind)
+
+
+def _suggest(
+    list_names: Callable[[], Iterable[str]],
+    context: click.Context,
+    parameter: click.Parameter,
+    word: str,
+) -> list[CompletionItem]:
+    """A file or a name; the file comes first: shells take it only where no name is left."""
     names = [name for name in list_names() if name.startswith(word)]
     return [CompletionItem(word, type="file"), *map(CompletionItem, names)]
 
 
-def _suggest_shipped(
-    kind: Kind, context: click.Context, parameter: click.Parameter, word: str
-) -> list[CompletionItem]:
-    from pi2.plan.reading.references import list_shipped
-
-    # The file comes first: shells take it only where no name is left.
-    names = [name for name in list_shipped(kind) if name.startswith(word)]
-    return [CompletionItem(word, type="file"), *map(CompletionItem, names)]
-
-
-suggest_devices = partial(_suggest_shipped, "device")
-suggest_models = partial(_suggest_shipped, "model")
+suggest_files = partial(_suggest, tuple)
+suggest_plans = partial(_suggest, _list_plans)
+suggest_devices = partial(_suggest, partial(_list_shipped, "device"))
+suggest_models = partial(_suggest, partial(_list_shipped, "model"))
 
 
 def suggest_codes(
@@ -123,7 +125,6 @@ def print_found(found: object, text: str, as_json: bool) -> None:
 
 def read_sound(path: Path) -> Report:
     """A plan, device or model without errors; its warnings are printed."""
-    from pi2.cli.main import print_diagnostics
     from pi2.weights.file_reading import check_document
 
     report = check_document(path)
@@ -175,11 +176,14 @@ def refer_path(path: Path, folder: Path) -> str:
 
 def write_checked(path: Path, text: str, advice: str) -> Report:
     """Write a document whole or not at all, if it is sound; ``advice`` is the next step."""
-    from pi2.cli.main import print_diagnostics
     from pi2.sharing.fetching import write_atomically
     from pi2.weights.file_reading import check_document
 
-    make_folder(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # references go through it
+    except OSError as error:
+        message = f"cannot be written: {error.strerror}"
+        raise UserError.of("P003", message, file=str(path)) from None
     report = check_document(path, text=text)
     if not report.is_sound:
         raise report.make_error()
@@ -187,15 +191,6 @@ def write_checked(path: Path, text: str, advice: str) -> Report:
     write_atomically(path, text.encode())
     click.echo(f"{path}: written; {advice}", err=True)
     return report
-
-
-def make_folder(path: Path) -> None:
-    """Make the folder of a file: references go through it; UserError P003."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"cannot be written: {error.strerror}"
-        raise UserError.of("P003", message, file=str(path)) from None
 
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -453,7 +448,6 @@ def choose_plan(
 
 def name_draft(draft: Path | None) -> dict[str, object]:
     """Values of a plan for which the model of ``draft`` drafts."""
-    from pi2.caches import is_gguf
     from pi2.cli.documents import find_plan_path
     from pi2.importing.gguf_checkpoint import is_head
 
@@ -469,7 +463,6 @@ def measure_host(device: Device) -> Device:
     """The device; this machine, if it was not probed, with quickly measured rates."""
     if device.id != "host":
         return device
-    from pi2.caches import find_cache_folder
     from pi2.probing.document import has_rates, sketch_device
 
     if has_rates(device):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pi2.caches import is_gguf
-from pi2.cli.commands import ProgressBar
 from pi2.cli.options import (
     COUNT,
     FILE,
@@ -33,6 +32,8 @@ from pi2.cli.options import (
     write_file,
 )
 from pi2.diagnostics import UserError
+from pi2.plan.documents.quantities import format_bytes, parse_size
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +136,6 @@ def plan_command(wishes: Path | None, given: PlanningOptions) -> None:
 def _plan_file(chosen: ChosenPlan, given: PlanningOptions) -> None:
     """Describe the plan of a GGUF file that runs as it is, and write it."""
     from pi2.cli.documents import write_fitted
-    from pi2.plan.documents.quantities import parse_size
     from pi2.planning.text import describe_file_plan
 
     batches = parse_batches(given.batch)
@@ -169,7 +169,6 @@ def _plan_file(chosen: ChosenPlan, given: PlanningOptions) -> None:
 
 
 def _take_wishes(chosen: ChosenPlan, given: PlanningOptions) -> PlanningOptions:
-    from pi2.plan.documents.quantities import format_bytes
     from pi2.plan.reading.references import is_path
 
     resolved = chosen.resolved
@@ -213,7 +212,6 @@ def _name_output(output: Path | None, number: int, batches: range) -> Path | Non
 
 
 def _make_wish(given: PlanningOptions) -> Wish:
-    from pi2.plan.documents.quantities import parse_size
     from pi2.planning.wish import Wish
 
     device, model = measure_host(read_device(given.device)), read_model(given.model)
@@ -262,8 +260,6 @@ def _add_leave_out(wish: Wish, share: float) -> Wish:
 
 def _parse_unit_memory(texts: Sequence[str], device: Device) -> dict[str, int]:
     """``["gpu=8GiB"]``; UserError P105 for units without memory of their own, or too much."""
-    from pi2.plan.documents.quantities import parse_size
-
     found = {}
     for text in texts:
         name, _, size = text.partition("=")
@@ -312,7 +308,6 @@ def _write(path: Path, planned: PlannedPlan, given: PlanningOptions) -> None:
     wish = planned.wish
     if remarks := _describe_file(planned, given):
         from pi2.authoring.drafting import write_overlay
-        from pi2.plan.documents.quantities import format_bytes
 
         found, file = planned.resolved.plan, f"{wish.model.id}.gguf"
         values = {

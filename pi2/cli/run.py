@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pi2.cli.commands import ProgressBar, is_verbose, write_text
+from pi2.cli.main import is_verbose
 from pi2.cli.options import JSON, ChosenPlan, SamplingOptions, option, take_options, take_plan
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.engine.generation import GenerationResult
@@ -82,7 +84,6 @@ def hint_reads(resolved: ResolvedPlan, room_bytes: int) -> str | None:
 
 
 def fits(resolved: ResolvedPlan, budget_bytes: int) -> bool:
-    from pi2.diagnostics import UserError
     from pi2.refit import refit_plan
 
     try:
@@ -337,3 +338,21 @@ def read_prompts(given: PromptOptions) -> list[str]:
     if not lines:
         raise UserError.of("P603", f"there is no prompt in {file}", help="write one per line")
     return lines
+
+
+def write_text(text: str) -> None:
+    """Write generated text at once, without control characters if standard output is a terminal."""
+    sys.stdout.write(show_controls(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def show_controls(text: str) -> str:
+    """Text without control characters, which a model may write to command a terminal."""
+    return "".join("\ufffd" if is_control(letter) else letter for letter in text)
+
+
+def is_control(letter: str) -> bool:
+    """Whether a terminal obeys it: C0 and C1 but new lines and tabs, and text direction marks."""
+    code = ord(letter)
+    is_turning = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+    return (code < 32 and letter not in "\n\t") or 127 <= code < 160 or is_turning

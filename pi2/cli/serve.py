@@ -14,7 +14,6 @@ import click
 
 from pi2.caches import show_path
 from pi2.cli import collect_as_usual
-from pi2.cli.commands import ProgressBar, show_controls
 from pi2.cli.documents import find_retokenized
 from pi2.cli.options import (
     DRAFT,
@@ -27,11 +26,13 @@ from pi2.cli.options import (
     take_options,
     take_plan,
 )
+from pi2.cli.run import show_controls
 from pi2.diagnostics import UserError
 from pi2.found_models import OLLAMA
 from pi2.model_folders import find_title
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.toml.source import parse_assignments
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     import uvicorn
@@ -301,7 +302,7 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     )
     names = [plan.name for plan in chosen.plans]
     collect_as_usual()
-    run_server(uvicorn.Server(config), models, names, given.host, given.port, renew)
+    run_server(uvicorn.Server(config), models, names, renew)
 
 
 class Models(Protocol):
@@ -330,15 +331,14 @@ def run_server(
     server: uvicorn.Server,
     models: Models,
     names: Sequence[str],
-    host: str,
-    port: int,
-    renew: Callable[[], Awaitable[None]] | None = None,
+    renew: Callable[[], Awaitable[None]],
 ) -> None:
     """Load the models and serve until interrupted; SIGHUP calls ``renew``. UserError P681 if the
     address is taken."""
     import asyncio
     import socket
 
+    host, port = server.config.host, server.config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -356,8 +356,7 @@ def run_server(
         async def run() -> None:
             try:
                 await models.start()
-                if renew is not None:
-                    listen_for_changes(renew)
+                listen_for_changes(renew)
                 listener.listen(1024)  # from now on nobody is turned away
                 click.echo(f"pi2 serves {', '.join(names)} on {address}", err=True)
                 await server.serve(sockets=[listener])

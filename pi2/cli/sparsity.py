@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pi2.cli.commands import ProgressBar, Subcommands
+from pi2.cli.main import Subcommands
 from pi2.cli.options import (
     FILE,
     FORCE,
@@ -25,6 +25,7 @@ from pi2.cli.options import (
     take_plan,
 )
 from pi2.diagnostics import UserError
+from pi2.progress import ProgressBar
 
 if TYPE_CHECKING:
     from pi2.measuring.calibration import Calibration, Goal, Trial
@@ -38,7 +39,6 @@ def predictor_command() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TextOptions):
-    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
     output: Path = option("-o", "--output", required=True, metavar="FOLDER")
     rank: str = "auto"
     recall: float = option(type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.97)
@@ -118,7 +118,6 @@ def sparsity_command() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(TextOptions):
-    files: tuple[Path, ...] = option("--text", required=True, metavar="FILE")
     target: float | None = option(
         type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE"
     )

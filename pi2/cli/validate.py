@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pi2.cli.commands import ProgressBar
 from pi2.cli.documents import find_document_path
-from pi2.cli.main import print_diagnostics, wants_colour
+from pi2.cli.main import print_diagnostics
 from pi2.cli.options import (
     FILE,
     MEMORY,
@@ -29,14 +28,26 @@ from pi2.cli.options import (
     take_options,
 )
 from pi2.diagnostics import Diagnostic, UserError
+from pi2.diagnostics.baseline import (
+    leave_out_known,
+    read_baseline,
+    read_project,
+    sift,
+    write_baseline,
+)
 from pi2.diagnostics.diagnostic import sort_diagnostics
-from pi2.diagnostics.texts import list_formats, render
+from pi2.diagnostics.texts import Page, list_formats, render
+from pi2.fitting.check import Report, find_page, load_pages
+from pi2.fitting.inspection import Reuse
+from pi2.logging import wants_colour
+from pi2.plan.reading.references import find_shipped_folder, list_documents
+from pi2.plan.toml.source import CANNOT_READ, display_path
+from pi2.plan.toml.text import format_path, write_value
+from pi2.progress import ProgressBar
+from pi2.weights.file_reading import FileFiller, check_document, find_kind
 
 if TYPE_CHECKING:
     from pi2.authoring.explanation import Explanation
-    from pi2.diagnostics.texts import Page
-    from pi2.fitting.check import Report
-    from pi2.weights.file_reading import FileFiller
 
 
 COLUMNS = 88
@@ -63,8 +74,6 @@ def explain_command(what: str | None, file: str | None, given: ExplainOptions) -
     model.shape.ffn refer to its device and model. layers.overrides[].hot and device.units.*.kind
     stand for every item or name. Without arguments, it lists all codes. `pi2 explain PLAN --cost`
     shows the time of a token by term: predicted, not measured."""
-    from pi2.fitting.check import load_pages
-
     if given.cost or given.plot is not None:
         if what is None or file is not None or not given.cost:
             raise click.UsageError("--cost and --plot go with a plan: pi2 explain PLAN --cost")
@@ -108,7 +117,6 @@ def _explain_cost(plan: ChosenPlan, plot: Path | None) -> None:
 
 def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str | None) -> str:
     from pi2.authoring.explanation import explain_values
-    from pi2.weights.file_reading import check_document, find_kind
 
     path = find_document_path(file)
     kind = find_kind(path)
@@ -125,7 +133,6 @@ def _explain_value(key: str, file: Path, settings: tuple[str, ...], memory: str 
 
 def write_explanation(item: Explanation) -> str:
     from pi2.authoring.explanation import write_chain
-    from pi2.plan.toml.text import format_path, write_value
 
     shown = format_path(item.path)
     lines = [f"{shown} (of a {item.kind})"]
@@ -224,12 +231,8 @@ def validate_command(files: tuple[Path, ...], given: ValidateOptions) -> int:
     pyproject.toml a code in some files; an ignore that is not needed is a finding.  Remote
     references are resolved through pi2.lock; nothing is fetched.  Exits with 0 without errors, 1
     with errors, 2 if a file cannot be read."""
-    baseline = given.baseline
-    from pi2.diagnostics.baseline import read_project, sift
-    from pi2.plan.toml.source import CANNOT_READ
-
     project = read_project(files[0].parent)
-    baseline = baseline or project.baseline
+    baseline = given.baseline or project.baseline
     if given.writes and baseline is None:
         raise click.UsageError("--write-baseline needs --baseline FILE")
     number, checked, diagnostics, sources = _check_files(files, given.locked)
@@ -241,8 +244,6 @@ def validate_command(files: tuple[Path, ...], given: ValidateOptions) -> int:
         assert baseline is not None
         return _write_baseline(baseline, diagnostics, sources)
     if baseline is not None:
-        from pi2.diagnostics.baseline import leave_out_known, read_baseline
-
         known = read_baseline(baseline)
         new, gone = leave_out_known(diagnostics, sources, known)
         gone = {item for item in gone if known[item] in checked}
@@ -272,11 +273,6 @@ def validate_command(files: tuple[Path, ...], given: ValidateOptions) -> int:
 def _check_files(
     files: Sequence[Path], locked: bool
 ) -> tuple[int, set[str], tuple[Diagnostic, ...], dict[str, str]]:
-    from pi2.fitting.inspection import Reuse
-    from pi2.plan.reading.references import list_documents
-    from pi2.plan.toml.source import display_path
-    from pi2.weights.file_reading import FileFiller, check_document
-
     found: dict[Diagnostic, None] = {}
     sources: dict[str, str] = {}
     reuse, opened = Reuse(), FileFiller()
@@ -293,7 +289,6 @@ def _check_files(
 def _write_baseline(
     file: Path, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str]
 ) -> int:
-    from pi2.diagnostics.baseline import write_baseline
     from pi2.sharing.fetching import write_atomically
 
     write_atomically(file, write_baseline(diagnostics, sources).encode())
@@ -308,8 +303,6 @@ def _print(
     output_format: str,
     output_file: Path | None,
 ) -> None:
-    from pi2.plan.reading.references import find_shipped_folder
-
     shown = checked | {item.span.file for item in diagnostics if item.span is not None}
     # Nobody who checks a plan is told of files that came with pi2 and have no findings.
     installed = find_shipped_folder()
@@ -319,7 +312,7 @@ def _print(
         if name in shown or not Path(name).resolve().is_relative_to(installed)
     }
     colour = output_file is None and wants_colour(sys.stdout)
-    text = render(output_format, diagnostics, colour=colour, sources=texts, find_page=_find_page)
+    text = render(output_format, diagnostics, colour=colour, sources=texts, find_page=find_page)
     if output_file is not None:
         from pi2.sharing.fetching import write_report
 
@@ -362,13 +355,6 @@ def _check_weights(report: Report) -> list[Diagnostic]:
     from pi2.fitting.misfits import list_store_findings
 
     return list_store_findings(report)
-
-
-def _find_page(code: str) -> Page | None:
-    # Imported when a format asks: most do not.
-    from pi2.fitting.check import find_page
-
-    return find_page(code)
 
 
 def summarise(files: int, diagnostics: Sequence[Diagnostic]) -> str:

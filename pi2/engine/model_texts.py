@@ -13,7 +13,7 @@ from pi2.caches import read_regular
 from pi2.diagnostics import UserError
 from pi2.engine.answer import Constraint, GenerationRequest, TokenDecoder
 from pi2.sandbox.child import MIB, ChildFailed, Limits, StayingChild, run_child
-from pi2.sandbox.tokenizer import decode_ids, encode_text, list_endings
+from pi2.sandbox.coding import decode_ids, encode_text, list_endings
 from pi2.tokens import CHAT_TEMPLATE, NAMED_TEMPLATE, TOKENIZER_CONFIG
 from pi2.tokens.table_tokenizer import Coder, TableTokenizer, take_library
 

@@ -96,7 +96,9 @@ def detect_cpu(
     cores = affinity if quota is None else min(affinity, int(quota))
     clusters = _group_cores(root, processors) or (CpuCores(cores=online),)
     features = read_hwcaps() if is_here and architecture == "aarch64" else None
-    features = features or _find_permitted(_find_features(architecture, processors), is_here)
+    features = features or _find_features(architecture, processors)
+    if is_here and "amx-int8" in features and not permit_tiles():
+        features -= {"amx-int8"}
     if is_here and (level := os.environ.get(LIMIT)):
         features = _limit_features(architecture, features, level)
     return Cpu(
@@ -166,12 +168,6 @@ def _find_features(architecture: str, processors: Sequence[Processor]) -> frozen
         return frozenset.intersection(*found)
     # Without /proc only what the architecture itself promises is certain.
     return frozenset({"neon"}) if architecture == "aarch64" else frozenset()
-
-
-def _find_permitted(features: frozenset[IsaFeature], is_here: bool) -> frozenset[IsaFeature]:
-    if is_here and "amx-int8" in features and not permit_tiles():
-        return features - {"amx-int8"}
-    return features
 
 
 def _group_cores(root: Path, processors: Sequence[Processor]) -> tuple[CpuCores, ...]:

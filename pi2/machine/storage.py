@@ -37,8 +37,8 @@ class Tvm:
 def detect_tvm() -> Tvm:
     """Find the TVM packages without importing them."""
     return Tvm(
-        version=_read_version("apache-tvm"),
-        ffi_version=_read_version("apache-tvm-ffi"),
+        version=read_version("apache-tvm"),
+        ffi_version=read_version("apache-tvm-ffi"),
         ffi_wanted=_find_pin("apache-tvm-ffi"),
         runtime_library=_find_runtime_library(),
     )
@@ -49,7 +49,7 @@ def find_programs(names: Sequence[str]) -> Mapping[str, str | None]:
     return {name: shutil.which(name) or shutil.which(f"{name}-static") for name in names}
 
 
-def _read_version(package: str) -> str | None:
+def read_version(package: str) -> str | None:
     from importlib import metadata
 
     try:
@@ -116,9 +116,8 @@ class Storage:
 
 def inspect_storage(path: Path, root: Path = Path("/")) -> Storage:
     """Look at the storage that holds ``path``, which need not exist: its nearest parent counts."""
-    existing = path.absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    whole = path.absolute()
+    existing = next(place for place in (whole, *whole.parents) if place.exists())
     number = os.stat(existing).st_dev
     node = (root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     queue = next((f for f in (node, node.parent) if (f / "queue").is_dir()), None)

@@ -17,7 +17,7 @@ from pi2.arrays import F32, F64, I64
 from pi2.diagnostics import UserError
 from pi2.engine.loaded_model import LoadedModel
 from pi2.plan.documents.model import Model
-from pi2.sandbox.tokenizer import encode_text
+from pi2.sandbox.coding import encode_text
 from pi2.sharing.fetching import write_atomically
 from pi2.tokens.table_tokenizer import Coder
 

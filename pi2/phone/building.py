@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import singledispatch
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pi2.arrays import F32
-from pi2.backends.blocks.contract import BlockSpec, describe_libraries, list_libraries
+from pi2.backends.blocks.contract import describe_libraries, list_libraries
 from pi2.backends.blocks.room import GRIDS, make_tables, place_tables
 from pi2.backends.compiler.cache import compile_ahead
 from pi2.backends.cpu.request import describe_tensors
@@ -43,7 +41,8 @@ from pi2.phone.replacements.libraries import INDEX as KERNELS
 from pi2.phone.replacements.libraries import Spec, describe_spec
 from pi2.phone.runtime.probing import list_recipes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sources import FileFacts, Source
+from pi2.plan.arithmetic.sources import FileFacts
+from pi2.plan.documents.device import IsaFeature
 from pi2.plan.weights.layout import Tensor
 from pi2.progress import Progress
 from pi2.store.files import hash_file
@@ -160,51 +159,33 @@ class Built:
     store_bytes: int
 
 
-class Contents(ABC):
-    """A plan's weights in a bundle, and the libraries for them."""
-
-    def __init__(self, aimed: ResolvedPlan, mode: StoreMode) -> None:
-        self.aimed, self.mode = aimed, mode
-
-    @abstractmethod
-    def list_formats(self) -> Set[str]:
-        """Number formats whose codes may be looked up in tables."""
-
-    @abstractmethod
-    def list_specs(self, wish: Wish) -> list[Spec]:
-        """Libraries that a run of the plan asks for, and a probe if it is wanted."""
-
-    @abstractmethod
-    def bring(self, room: Path, progress: Progress) -> None:
-        """Bring the weights, as far as the bundle is to have them."""
-
-
-class FileContents(Contents):
+@dataclass(frozen=True, slots=True)
+class FileContents:
     """A GGUF file, and its metadata."""
 
-    def __init__(self, facts: FileFacts, aimed: ResolvedPlan, mode: StoreMode) -> None:
-        super().__init__(aimed, mode)
-        self._facts = facts
-        self._weights: GgufWeights = facts.weights
+    facts: FileFacts
+    aimed: ResolvedPlan
+    mode: StoreMode
 
     def list_formats(self) -> set[str]:
-        return {tensor.format for _, _, tensor in self._weights.list_matrices()}
+        """Number formats whose codes may be looked up in tables."""
+        return {tensor.format for _, _, tensor in self.facts.weights.list_matrices()}
 
     def list_specs(self, wish: Wish) -> list[Spec]:
-        return [*self.list_blocks(), *list_host_specs(self.aimed)]
-
-    def list_blocks(self) -> list[BlockSpec]:
-        unit = self.aimed.device.units[self.aimed.sparse_unit]
-        assert unit.features is not None and unit.architecture is not None
-        libraries = list_libraries(self._weights.model, self.aimed.plan.kv.type)
+        """Libraries that a run of the plan asks for."""
+        features, architecture = get_processor(self.aimed)
+        libraries = list_libraries(self.facts.weights.model, self.aimed.plan.kv.type)
         names = (*libraries, *sorted({*self.list_formats(), "f32"}))
-        return describe_libraries(names, frozenset(unit.features), unit.architecture)
+        blocks = describe_libraries(names, features, architecture)
+        return [*blocks, *list_host_specs(self.aimed)]
 
     def bring(self, room: Path, progress: Progress) -> None:
-        weights, folder = self._weights, room / STORE
+        """Bring the weights, as far as the bundle is to have them."""
+        weights: GgufWeights = self.facts.weights
+        folder = room / STORE
         weights.check_once()
         folder.mkdir(exist_ok=True)
-        table, numbers = describe_weights(self._facts, weights)
+        table, numbers = describe_weights(self.facts, weights)
         (folder / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         numbers.tofile(folder / NUMBERS)
         checkpoint = weights.checkpoint
@@ -217,23 +198,25 @@ class FileContents(Contents):
         bring_files({file: folder / file.name for file in files}, self.mode, progress)
 
 
-class StoreContents(Contents):
-    """A neuron store; UserError P5xx if it is to be brought and is not the plan's."""
+@dataclass(frozen=True, slots=True)
+class StoreContents:
+    """A neuron store, with the methods of `FileContents`."""
 
-    def __init__(self, path: Path | None, aimed: ResolvedPlan, mode: StoreMode) -> None:
-        """``path``: of the store; None if this machine does not have it."""
-        super().__init__(aimed, mode)
-        self._path = path
+    path: Path | None
+    """None if this machine does not have it."""
+    aimed: ResolvedPlan
+    mode: StoreMode
 
     def list_formats(self) -> set[str]:
         return {self.aimed.model.quantization.gates}
 
     def list_specs(self, wish: Wish) -> list[Spec]:
+        """Libraries that a run of the plan asks for, and a probe if it is wanted."""
         probed = list_recipes(self.aimed) if wish.probe else []
         own = [spec for recipe in probed for spec in recipe.list_specs()]
-        if self._path is None:
+        if self.path is None:
             return list_specs(self.aimed, describe_tensors(self.aimed.model)) + own
-        with NeuronStore.open(self._path, model=self.aimed.model) as store:
+        with NeuronStore.open(self.path, model=self.aimed.model) as store:
             return list_specs(self.aimed, store.tensors) + own
 
     def bring(self, room: Path, progress: Progress) -> None:
@@ -247,32 +230,30 @@ class StoreContents(Contents):
                 encoding="utf-8",
             )
             return
-        assert self._path is not None
-        files = [path for path in sorted(self._path.rglob("*")) if path.is_file()]
+        assert self.path is not None
+        files = [path for path in sorted(self.path.rglob("*")) if path.is_file()]
         files.sort(key=lambda path: path.name == MANIFEST)
-        places = {path: folder / path.relative_to(self._path) for path in files}
+        places = {path: folder / path.relative_to(self.path) for path in files}
         bring_files(places, self.mode, progress)
 
 
-@singledispatch
-def choose_contents(
-    source: Source, resolved: ResolvedPlan, aimed: ResolvedPlan, mode: StoreMode
-) -> Contents:
-    """The contents for ``resolved`` as ``aimed`` at the bundle's machine."""
+Contents = FileContents | StoreContents
+"""A plan's weights in a bundle, and the libraries for them."""
+
+
+def choose_contents(resolved: ResolvedPlan, aimed: ResolvedPlan, mode: StoreMode) -> Contents:
+    """The contents for ``resolved`` as ``aimed`` at the bundle's machine; UserError P5xx if a store
+    is to be brought and is not the plan's."""
+    if isinstance(resolved.source, FileFacts):
+        return FileContents(resolved.source, aimed, mode)
     path = resolved.store_path
     has_store = (path / MANIFEST).is_file()
     misfits = find_store_misfits(resolved) if has_store else []
     if mode != "none" and misfits:
         raise UserError(misfits, exit_code=2)
     # What a run would refuse says nothing of the store that the machine has.
-    return StoreContents(
-        path if mode != "none" or (has_store and not misfits) else None, aimed, mode
-    )
-
-
-@choose_contents.register
-def _(facts: FileFacts, resolved: ResolvedPlan, aimed: ResolvedPlan, mode: StoreMode) -> Contents:
-    return FileContents(facts, aimed, mode)
+    is_known = mode != "none" or (has_store and not misfits)
+    return StoreContents(path if is_known else None, aimed, mode)
 
 
 def build_bundle(
@@ -281,7 +262,7 @@ def build_bundle(
     """Build the bundle of a plan at the new folder ``folder``; UserError P673 for unsupported
     plans, P675 if writing fails, P651 for kernels, P5xx for the store."""
     aimed = aim_plan(resolved, wish)
-    contents = choose_contents(resolved.source, resolved, aimed, mode)
+    contents = choose_contents(resolved, aimed, mode)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError.of(
             "P675",
@@ -351,28 +332,30 @@ def _write_version(room: Path) -> None:
     (folder / "METADATA").write_text("\n".join(lines), encoding="utf-8")
 
 
-def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]:
-    """Specs of the kernels and host loops that a run of the plan asks for."""
+def get_processor(aimed: ResolvedPlan) -> tuple[frozenset[IsaFeature], str]:
+    """Features and architecture of the processor that a plan is aimed at."""
     unit = aimed.device.units[aimed.sparse_unit]
     assert unit.features is not None and unit.architecture is not None
-    features = frozenset(unit.features)
+    return frozenset(unit.features), unit.architecture
+
+
+def list_specs(aimed: ResolvedPlan, tensors: Mapping[str, Tensor]) -> list[Spec]:
+    """Specs of the kernels and host loops that a run of the plan asks for."""
+    features, architecture = get_processor(aimed)
     here = detect_machine()
-    cpu = replace(here.cpu, features=features, architecture=unit.architecture)
-    machine = replace(here, cpu=cpu)
+    machine = replace(here, cpu=replace(here.cpu, features=features, architecture=architecture))
     own = list_cpu_specs(make_request(aimed, machine, tensors))
     return [*own, *list_host_specs(aimed)]
 
 
 def list_host_specs(aimed: ResolvedPlan) -> list[Spec]:
     """Return the loops of the host that a run may ask for."""
-    unit = aimed.device.units[aimed.sparse_unit]
-    assert unit.features is not None and unit.architecture is not None
-    features = frozenset(unit.features)
+    features, architecture = get_processor(aimed)
     # Where the features do not tell, the phone's processor may have the instruction for checks.
     known = choose_checks(features)
-    usual: CheckInstruction = "pclmulqdq" if unit.architecture == "x86-64" else "crc32x"
+    usual: CheckInstruction = "pclmulqdq" if architecture == "x86-64" else "crc32x"
     choices = (None, usual) if known is None else (known,)
-    name = {"x86-64": "x86_64"}.get(unit.architecture, unit.architecture)
+    name = "x86_64" if architecture == "x86-64" else architecture
     return [HostSpec(architecture=name, system="Linux", checks=item) for item in choices]
 
 

@@ -25,7 +25,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "pi2.backends.compiler.cache": "pi2.phone.replacements.libraries",
     "pi2.backends.compiler.functions": "pi2.phone.replacements.functions",
     "pi2.backends.hexagon.linkers": "pi2.phone.replacements.libraries",
-    "pi2.sandbox.tokenizer": "pi2.phone.replacements.tokenizers",
+    "pi2.sandbox.tokenizer": "pi2.phone.runtime.tokenizer",
     "pi2.weights.gguf_weights": "pi2.phone.replacements.file_weights",
 }
 """Modules of pi2 and their replacements in a bundle."""

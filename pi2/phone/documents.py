@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,8 @@ TABLE, NUMBERS = "weights.json", "vectors.f32"
 """Places of matrices in a GGUF file, and its vectors, float32 one after the other."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
-    folder: Path
-    target: str
-    """The machine that its kernels are for, such as ``aarch64-linux-gnu``."""
-    files: Mapping[str, tuple[int, str]]
-    """Bytes and SHA-256 of every file but this list and the store's, by path."""
+Listed = Mapping[str, tuple[int, str]]
+"""Bytes and SHA-256 of every file of a bundle but its list and the weights, by path."""
 
 
 def write_index(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -48,18 +43,17 @@ def write_index(folder: Path, facts: Mapping[str, Any]) -> None:
     (folder / INDEX).write_text(text, encoding="utf-8")
 
 
-def read_bundle(folder: Path) -> Bundle:
+def read_bundle(folder: Path) -> Listed:
     """Read the list; UserError P671 if there is none, or it is damaged."""
     file = folder / INDEX
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["format"] != FORMAT or found["format_version"] > FORMAT_VERSION:
             raise ValueError(f"it is no {FORMAT} of version {FORMAT_VERSION}")
-        files = {
+        return {
             str(name): (int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in found["files"].items()
         }
-        return Bundle(folder=folder, target=str(found["target"]), files=files)
     except OSError as error:
         problem = error.strerror or "it cannot be read"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -71,11 +65,11 @@ def read_bundle(folder: Path) -> Bundle:
     )
 
 
-def check_bundle(bundle: Bundle, *, hashed: bool) -> None:
+def check_bundle(folder: Path, files: Listed, *, hashed: bool) -> None:
     """Compare sizes, or contents if ``hashed``; UserError P672 lists all that differ."""
     findings = []
-    for name, (size, digest) in bundle.files.items():
-        path = bundle.folder / name
+    for name, (size, digest) in files.items():
+        path = folder / name
         problem = None
         try:
             if check_regular(path).st_size != size:

@@ -149,7 +149,7 @@ class Coder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Ids:
+class Ids:
     ids: list[int]
 
 
@@ -205,7 +205,7 @@ class TableTokenizer:
             for word in words:
                 tokens += self._pairs.encode(word)
         before, after = self._frame if add_special_tokens else ((), ())
-        return _Ids([*before, *tokens, *after])
+        return Ids([*before, *tokens, *after])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         hidden = self._special if skip_special_tokens else ()

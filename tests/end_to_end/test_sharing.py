@@ -139,7 +139,7 @@ class TestTheGuide:
     TEXT = (Path(__file__).parents[2] / "docs/howto/share-devices.md").read_text("utf-8")
 
     def test_its_commands_and_options_exist(self) -> None:
-        from pi2.cli.profile import profile_command as command
+        from pi2.cli.models import profile_command as command
 
         for words in re.findall(r"pi2 profile ([^\n`|]+)", self.TEXT):
             name, *rest = words.split()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli.commands import is_control, show_controls
+from pi2.cli.run import is_control, show_controls
 from tests.helpers.patience import PATIENCE_S
 
 PLAN = Path(__file__).resolve().parents[2] / "plans/demo.plan.toml"

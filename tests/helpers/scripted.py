@@ -8,7 +8,7 @@ import numpy as np
 from click.testing import CliRunner
 
 from pi2.arrays import F32
-from pi2.cli.convert import convert_command as command
+from pi2.cli.store import convert_command as command
 from tests.helpers.answers import END, Kind, make_tokenizer
 from tests.helpers.checkpoints import write_safetensors
 

@@ -13,8 +13,7 @@ import pytest
 from click.shell_completion import BashComplete
 
 from pi2.authoring.explanation import describe_field, parse_path
-from pi2.cli.commands import list_commands
-from pi2.cli.main import group, run
+from pi2.cli.main import group, list_commands, run
 from pi2.cli.options import read_table, suggest_settings
 from pi2.plan.documents.plan import Plan
 

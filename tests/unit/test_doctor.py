@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from pi2.backends.gpu.devices import Survey
 from pi2.backends.gpu.launchers.interface import DeviceFacts
 from pi2.checkup import Checkup, Folder, PlanVerdict, examine_machine, inspect_folder, judge_plan
-from pi2.cli.doctor import describe_tvm, write_checkup
-from pi2.cli.doctor import doctor_command as command
+from pi2.cli.machines import describe_tvm, write_checkup
+from pi2.cli.machines import doctor_command as command
 from pi2.diagnostics import Diagnostic
 from pi2.machine import Cpu, CpuCores, Machine, Memory, Storage, list_hints
 from pi2.machine.storage import DirectReads, Tvm, detect_tvm, find_programs

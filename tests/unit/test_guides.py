@@ -8,7 +8,7 @@ import click
 import pytest
 
 import pi2
-from pi2.cli.commands import LazyGroup
+from pi2.cli.main import LazyGroup
 from pi2.fitting.check import check_file
 from tests.helpers.programs import Ask
 from tools import list_models, write_api_docs

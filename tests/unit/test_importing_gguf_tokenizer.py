@@ -15,7 +15,7 @@ from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.gguf_tokens import CUTS, find_marks
 from pi2.importing.new_model import describe_checkpoint
-from pi2.sandbox.tokenizer import list_endings
+from pi2.sandbox.coding import list_endings
 from tests.helpers.gguf_files import SPACE, make_sentence_piece, write_gguf
 from tests.helpers.gguf_tensors import list_settings, translate
 from tests.helpers.models import draw_weights, make_model

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli.commands import COMMANDS
 from pi2.cli.documents import find_document_path, find_plan_path
-from pi2.cli.main import run
+from pi2.cli.main import COMMANDS, run
 from pi2.diagnostics import UserError
 from pi2.loading import list_names
 from pi2.plan.reading.references import list_shipped

@@ -9,8 +9,9 @@ from typing import Any
 import click
 import pytest
 
-from pi2.cli import commands, main
-from pi2.cli.main import run, wants_colour
+from pi2.cli import main
+from pi2.cli.main import run
+from pi2.logging import wants_colour
 from tests.helpers.programs import Ask, start_pi2, start_python
 
 Patch = pytest.MonkeyPatch
@@ -41,7 +42,7 @@ def test_help_says_of_commands_within_a_command_what_they_do_in_whole_sentences(
 
 def test_help_has_every_command_in_a_section_and_on_one_line(ask: Ask) -> None:
     text = ask(["--help"]).out
-    for group, found in commands.COMMANDS.items():
+    for group, found in main.COMMANDS.items():
         section = text.partition(f"\n{group}:\n")[2].partition("\n\n")[0]
         assert [line.split()[0] for line in section.splitlines()] == list(found)
 
@@ -68,7 +69,7 @@ def test_bug_prints_one_line_and_leaves_a_log(tmp_path: Path, monkeypatch: Patch
     def broken(secret: str) -> None:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(commands.LazyGroup, "get_command", lambda *_: broken)
+    monkeypatch.setattr(main.LazyGroup, "get_command", lambda *_: broken)
     error = ask(["validate", "a prompt"], 3).err
     assert "Traceback" not in error and "ZeroDivisionError: by zero" in error
     (log,) = (tmp_path / "pi2").iterdir()
@@ -95,7 +96,7 @@ def test_interruptions_have_exit_codes(error: BaseException, code: int, monkeypa
     def broken() -> None:
         raise error
 
-    monkeypatch.setattr(commands.LazyGroup, "get_command", lambda *_: broken)
+    monkeypatch.setattr(main.LazyGroup, "get_command", lambda *_: broken)
     assert run(["validate"]) == code
 
 

@@ -14,8 +14,8 @@ import pytest
 from pi2.backends.gpu.devices import Survey
 from pi2.backends.gpu.kernels.specification import Api
 from pi2.backends.gpu.launchers.interface import DeviceFacts
+from pi2.cli.machines import describe_units
 from pi2.cli.main import run
-from pi2.cli.probe import describe_units
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file

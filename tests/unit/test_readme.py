@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pi2.cli.commands import list_commands
-from pi2.cli.main import run
+from pi2.cli.main import list_commands, run
 from tests.helpers.programs import Ask, start_pi2
 
 ROOT = Path(__file__).resolve().parents[2]

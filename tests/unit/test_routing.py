@@ -195,7 +195,7 @@ def test_commands_record_and_replay(plan: Path, tmp_path: Path) -> None:
     assert run(command) == 0
     assert run(command) == 2
     picture = tmp_path / "hits.png"
-    from pi2.cli.activations import replay_command as replay
+    from pi2.cli.bench import replay_command as replay
 
     done = CliRunner().invoke(replay, [str(folder), "--memory", "20%", "--plot", str(picture)])
     assert done.exit_code == 0, done.output

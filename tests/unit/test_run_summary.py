@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from pi2.cli.commands import ProgressBar
 from pi2.cli.run import choose_hint, hint_reads
 from pi2.diagnostics import UserError
 from pi2.engine.statistics import Cause, RunStatistics, split_time
@@ -17,6 +16,7 @@ from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import list_shipped
+from pi2.progress import ProgressBar
 from pi2.refit import read_plan
 from tests.helpers.programs import Ask
 from tests.helpers.tables import in_table
@@ -163,7 +163,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("pi2.cli.commands.time.monotonic", found)
+    monkeypatch.setattr("pi2.progress.time.monotonic", found)
     return found
 
 
@@ -182,7 +182,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_what_reports_once_and_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setattr("pi2.cli.commands.PATIENCE_S", 0.01)
+    monkeypatch.setattr("pi2.progress.PATIENCE_S", 0.01)
     monkeypatch.setenv("TERM", "xterm")
     with ProgressBar() as bar:
         bar("planning", 0.0)

@@ -20,13 +20,8 @@ from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.sandbox import tokenizer as tokenizers
 from pi2.sandbox.child import ChildFailed, Limits, run_child
-from pi2.sandbox.tokenizer import (
-    TokenizerRefused,
-    decode_ids,
-    encode_text,
-    open_tokenizer,
-    try_tokenizer,
-)
+from pi2.sandbox.coding import decode_ids, encode_text
+from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer, try_tokenizer
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.models import draw_weights, make_model, make_tiny
 from tests.helpers.patience import PATIENCE_S

