@@ -383,10 +383,16 @@ def quantize(source: Checkpoint, model: Model, given: ConvertOptions) -> None:
         raise click.UsageError(f"--{named[0]} is for neuron stores, not for GGUF files")
     if not has_gguf_suffix(output):
         raise click.UsageError(f"--quantization {given.quantization} needs -o FILE.gguf")
-    if output.exists() and not given.replace:
-        raise UserError.of(
-            "P521", f"{output} exists already", help="choose another name, or give --force"
-        )
+    if output.exists():
+        read = {tensor.file for tensor in source.tensors.values()}
+        if any(output.samefile(file) for file in read):
+            raise UserError.of(
+                "P521", f"{output} is the checkpoint itself", help="choose another name"
+            )
+        if not given.replace:
+            raise UserError.of(
+                "P521", f"{output} exists already", help="choose another name, or give --force"
+            )
     if given.imatrix is not None and given.calibrate:
         raise click.UsageError("--imatrix and --calibrate exclude each other")
     importance = None if given.imatrix is None else read_imatrix(given.imatrix)
