@@ -244,7 +244,7 @@ def compare_segments(before: ResolvedPlan, after: ResolvedPlan) -> list[SegmentC
 
 
 def _measure_segments(resolved: ResolvedPlan) -> tuple[dict[str, int], dict[str, int], set[str]]:
-    """Sizes and needs by name, and the names of those that are not in main memory."""
+    """Sizes and needs by name, and the names outside of main memory."""
     memory = resolved.plan.memory
     segments: dict[str, int] = dict(memory.segments)
     units = {resolved.name_segment(name): need for name, need in count_unit_needs(resolved).items()}

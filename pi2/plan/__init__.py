@@ -5,7 +5,7 @@ the rooms below it::
 
     checking      reading documents with the documents they name, and rules that need no backend
     arithmetic    a plan layer by layer, and the bytes that follow from it
-    reading       from a file's values, and those of files that it extends, to a document
+    reading       from the values of a file and of files that it extends to a document
     documents     keys of plans, devices and models
     toml          the text of a file, and the place of everything in it
     weights       layout of neuron bundles in bytes"""

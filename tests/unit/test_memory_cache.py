@@ -88,31 +88,19 @@ def test_of_what_was_filled_in_the_least_hot_goes_first() -> None:
         assert len(cache.look_up(1, ids(5)).missing) == 1, policy
 
 
-def test_a_held_neuron_stays_until_it_is_released() -> None:
+def test_a_held_neuron_stays_until_all_have_released_it() -> None:
     cache = make_cache(hot=(0, 0, 0))
-    first = cache.look_up(0, ids(1, 2))
-    cache.hold(first)
-    assert cache.free_capacity == COLD - 2
-    for turn in range(5):
-        cache.look_up(1, ids(*range(4 * turn % 16, 4 * turn % 16 + 4)))
-    assert cache.look_up(0, ids(1, 2)).resident_slots.tolist() == first.missing_slots.tolist()
-    cache.release(first)
+    held = [cache.look_up(0, ids(1, 2)), cache.look_up(0, ids(2, 3))]
+    for found in held:
+        cache.hold(found)
+    for found, stay in zip(held, ([1, 2, 3], [2, 3]), strict=True):
+        for turn in range(5):
+            cache.look_up(1, ids(*range(4 * turn % 16, 4 * turn % 16 + 4)))
+        assert len(cache.look_up(0, ids(*stay)).missing) == 0
+        cache.release(found)
+    assert cache.free_capacity == COLD
     cache.look_up(1, ids(*range(COLD)))
     assert cache.look_up(0, ids(1, 2)).missing.tolist() == [1, 2]
-
-
-def test_what_two_have_held_stays_until_both_release_it() -> None:
-    cache = make_cache(hot=(0, 0, 0))
-    first = cache.look_up(0, ids(1, 2))
-    cache.hold(first)
-    second = cache.look_up(0, ids(2, 3))
-    cache.hold(second)
-    cache.release(first)
-    for turn in range(5):
-        cache.look_up(1, ids(*range(4 * turn % 16, 4 * turn % 16 + 4)))
-    assert len(cache.look_up(0, ids(2, 3)).missing) == 0
-    cache.release(second)
-    assert cache.free_capacity == COLD
 
 
 def test_memory_that_is_given_back_is_not_resident() -> None:

@@ -54,7 +54,7 @@ class Arguments:
                 self._values[name] = self._take(name, same.get(name), kind)
 
     def _take(self, name: str, other: str | None, kind: str) -> Vector:
-        """Declare an array, which may be that of another argument, and where in it this begins."""
+        """Declare an array, which another argument may share, and where in it this begins."""
         if other is not None:
             buffer = self._values[other].buffer
         else:

@@ -37,7 +37,7 @@ def flatten(tables: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, A
 def expand_names(
     names: Mapping[str, str], layer: str, key_layer: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """The names that a document's ``names`` stand for, with their keys: those that begin with a dot
+    """The names that a document's ``names`` stand for, with their keys. Names that begin with a dot
     follow ``layer``, and such keys ``key_layer``."""
     for pair in names.items():
         key, name = (

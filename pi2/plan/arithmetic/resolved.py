@@ -319,7 +319,7 @@ class PlacedSplit:
     split: Mapping[str, float]
     path: KeyPath
     subject: str
-    """What is divided, for people: which layers, and in which steps."""
+    """For people: which layers it divides, and in which steps."""
 
 
 def list_settings(plan: Plan) -> Iterator[tuple[KeyPath, str, LayerSettings | LayerOverride]]:

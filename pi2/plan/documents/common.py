@@ -43,7 +43,7 @@ def strip_annotation(annotation: Any) -> Any:
 
 
 def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Whether a type is that of a table with known keys."""
+    """Whether a type is a table with known keys."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 

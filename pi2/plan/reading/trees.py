@@ -255,7 +255,7 @@ def find_node(root: Node, path: KeyPath) -> tuple[Node, KeyPath]:
 
 
 def replace_node(root: Node, path: Sequence[str], node: Node) -> Node:
-    """The tree with another ``node`` at ``path``, where it has one."""
+    """The tree with another ``node`` at ``path``, if it has one."""
     if not path:
         return node
     assert root.table is not None
