@@ -235,7 +235,7 @@ def test_memory_is_yielded_and_comes_back(tmp_path: Path) -> None:
 def test_a_model_under_pressure_gets_smaller(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pi2.serving import housekeeping
 
-    monkeypatch.setattr(housekeeping, "read_stalls", lambda root: 50.0)
+    monkeypatch.setattr(housekeeping, "read_stalls", lambda: 50.0)
     monkeypatch.setattr(housekeeping, "PERIOD_S", 0.01)
     plans = list_plans((file,), {"memory.pressure": "yield", "kv.context": 64}, 200 << 20)
 
