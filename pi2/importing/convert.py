@@ -114,6 +114,7 @@ def convert_checkpoint(
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
             total = sum(tensor.size_bytes for tensor in source.tensors.values())
             report = ByteProgress(progress, "converting", total)
+            report(0)
             conversion = _Conversion(source, model, found, order, chosen, writer, pool, report)
             tasks = list(conversion.list_tasks())
             run_tasks(tasks, source.files, source.shards, writer.settle)

@@ -112,6 +112,7 @@ def quantize_checkpoint(
             file.stat().st_size if shards is None else shards.measure(file) for file in source.files
         )
         report = ByteProgress(progress, "quantising", sum(sizes))
+        report(0)
         work = _Work(source, importance, errors, pool, report)
         wanted = None if wish.mixture is None else MIXTURES[wish.mixture]
         models = _list_models(source, model)

@@ -271,7 +271,7 @@ def test_a_unit_without_memory_is_a_failure(
     neurons = make_neurons()
     unit = dense_unit.ThreadUnit(neurons.request((30, 30)))
     units.append(unit)
-    monkeypatch.setattr(dense_unit, "add_neurons", fail)
+    monkeypatch.setattr(dense_unit, "compute_activations", fail)
     with pytest.raises(UnitFailed, match="no memory"):
         unit.finish(unit.start(0, draw_inputs(neurons, 1)))
 

@@ -161,10 +161,10 @@ def test_a_disk_that_fails_under_a_map_is_told_of_with_the_place(
     guard = find_guard()
     if guard is None:
         pytest.skip("nothing handles faults here")
-    mapped = np.memmap(file, np.uint8, "r")
-    watched = WatchedFiles([file], {0: mapped})
+    faults: list[int | None] = [None, 5 * PAGE, 5 * PAGE]
+    monkeypatch.setattr(type(guard), "find_fault", lambda own, number: faults.pop(0))
+    watched = WatchedFiles([file], {0: np.memmap(file, np.uint8, "r")})
     watched.check()
-    monkeypatch.setattr(type(guard), "find_fault", lambda own, number: 5 * PAGE)
     with pytest.raises(UserError, match=f"P546.*at byte {5 * PAGE}.*Input/output error"):
         watched.check()
     watched.close()

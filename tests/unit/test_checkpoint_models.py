@@ -258,7 +258,7 @@ def test_files_of_one_name_are_two_models(tmp_path: Path, models: Path) -> None:
 
 @pytest.mark.parametrize(
     ("activation", "work"),
-    [("silu", "quantize._Work._advance"), ("relu", "convert._Conversion.read_dense")],
+    [("silu", "quantize.ByteProgress.add"), ("relu", "convert._Conversion.read_dense")],
 )
 def test_an_interrupted_conversion_leaves_no_model(
     activation: str, work: str, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch

@@ -262,7 +262,7 @@ def test_other_files_come_along_and_progress_grows_to_one(tmp_path: Path) -> Non
 
 def interrupt_conversion(checkpoint: Path, model: Model, store: Path) -> None:
     """Convert until three tensors of two layers are read."""
-    progress = Mock(side_effect=[*[None] * 6, KeyboardInterrupt])
+    progress = Mock(side_effect=[*[None] * 7, KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(checkpoint, model, store, progress=progress)
 

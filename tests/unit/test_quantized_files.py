@@ -236,6 +236,7 @@ def test_what_cannot_be_is_refused(
     sources: tuple[Path, Path], tmp_path: Path, options: list[str], expected: str, ask: Ask
 ) -> None:
     write_old(tmp_path / "x.dat", {"another.weight": np.ones((1, 64), np.float32)})
+    (tmp_path / "old.gguf").touch()
     given = [option.replace("FOLDER", str(tmp_path)) for option in options]
     before = sources[0].read_bytes()
     assert expected in " ".join(
