@@ -1,5 +1,7 @@
 """GPUs of this machine by API, asked in another process, because drivers may crash it."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import os
@@ -9,9 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
-
-from pydantic import TypeAdapter
+from typing import TYPE_CHECKING, Any, get_args
 
 import pi2
 from pi2.backends.gpu.kernels.specification import Api
@@ -19,6 +19,9 @@ from pi2.backends.gpu.launchers.interface import DeviceFacts, Launcher
 from pi2.diagnostics import UserError
 from pi2.plan.documents.device import Unit
 from pi2.plan.documents.quantities import approximate_bytes
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 APIS: tuple[Api, ...] = get_args(Api)
 _TIMEOUT_S = 20.0
@@ -48,7 +51,11 @@ class Survey:
         return f"{self.api}: {self.obstacle or 'only the CPU emulates a GPU here'}"
 
 
-_SURVEYS = TypeAdapter(tuple[Survey, ...])
+def adapt_surveys() -> TypeAdapter[tuple[Survey, ...]]:
+    """What writes surveys as JSON and reads them."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(tuple[Survey, ...])
 
 
 def survey_api(api: Api) -> Survey:
@@ -87,7 +94,7 @@ def survey_devices(apis: Sequence[Api] = APIS) -> tuple[Survey, ...]:
     except subprocess.CalledProcessError as error:
         reason = f"asking the drivers failed (exit status {error.returncode})"
     else:
-        return _SURVEYS.validate_json(done.stdout.splitlines()[-1])
+        return adapt_surveys().validate_json(done.stdout.splitlines()[-1])
     return tuple(Survey(api=api, obstacle=reason) for api in apis)
 
 
@@ -183,6 +190,6 @@ def check_memory(launcher: Launcher, sizes: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     wanted: Any = sys.argv[1:]
-    print(_SURVEYS.dump_json(tuple(map(survey_api, wanted))).decode(), flush=True)
+    print(adapt_surveys().dump_json(tuple(map(survey_api, wanted))).decode(), flush=True)
     # Drivers have been seen to crash while they clean up.
     os._exit(0)
