@@ -72,7 +72,7 @@ def observe_routing(
     moe = resolved.model.moe
     if moe is None:
         raise UserError.of("P524", f"{resolved.model.id!r} is not an MoE model")
-    if program is None or program.pairs is None:
+    if program is None or program.pairs is None or not model.account.is_timed:
         raise UserError.of(
             "P662",
             f"unit {resolved.sparse_unit!r} keeps the routing of {resolved.model.id!r} to itself",
