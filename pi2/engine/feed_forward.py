@@ -221,12 +221,16 @@ class FeedForward:
                 owned = self._start_share(layer)
                 late = self._list_unforeseen(wave)
                 if any(map(len, late)):
+                    if wave.in_phases and self._waves.tokens > 1:
+                        # Another token may need a neuron of which only the gate was read.
+                        self._compute_waves(layer, waves)
                     waves.append(self._find_named(layer, owned, late))
                 if wave.owned > owned:
                     # A unit was lost after the prediction.
                     waves.append(self._find_named(layer, owned, end=wave.owned))
             except BaseException:
-                self._waves.abandon(wave)
+                for wave in waves:
+                    self._waves.abandon(wave)
                 raise
         self._compute_waves(layer, waves)
         for missed in self.shares.finish(self._jobs.pop()):

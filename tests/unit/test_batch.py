@@ -126,6 +126,29 @@ def test_tokens_of_a_mixture_have_experts_of_their_own(
     check(make_mixture_plan(tmp_path, "drelu"), {**ROOM, "backends.cpu": "reference", **settings})
 
 
+def test_an_expert_named_late_has_neurons_that_another_token_left_closed(tmp_path: Path) -> None:
+    fp16 = dict.fromkeys(("ffn", "attention", "embedding", "head", "predictor"), "fp16")
+    shape = {"layers": 4, "hidden": 256, "ffn": 200, "vocab": 300}
+    plan = make_mixture_plan(tmp_path, "drelu", {"quantization": fp16, "shape": shape})
+    settings = {
+        **ROOM, "backends.cpu": "reference", "decode.batch": 4, "decode.threshold": -1e9,
+        "decode.look_ahead": "layer", "memory.segments.cold": "2 MiB",
+        "memory.segments.workspace": "32 MiB", "layers.hot": 0.0, "cache.fill": False,
+        "io.engine": "pread", "pipeline.cluster": 8,
+    }  # fmt: skip
+    found = []
+    for phases in (1, 2):
+        with pi2.load(plan, set={**settings, "pipeline.phases": phases}) as model:
+            for number in range(4):
+                feed(model, PROMPTS[number], number)
+            step = model._parts.forward.step
+            tokens = [[first, first + 9, first + 20, first + 30] for first in range(30)]
+            found.append(np.stack([step(own, [0, 1, 2, 3]).copy() for own in tokens]))
+            assert model.stats.foreseen_experts < model.stats.routed_experts
+            check_at_rest(model)
+    assert np.abs(found[1] - found[0]).max() / np.abs(found[0]).max() < ROUNDING
+
+
 def test_a_neuron_that_several_tokens_need_is_read_once(plan: Path) -> None:
     settings = {
         "decode.threshold": -1e9,
