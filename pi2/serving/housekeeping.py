@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,8 @@ from pi2.logging import get_logger
 if TYPE_CHECKING:
     from pi2.serving.hosts import Hosts
 
-PERIOD_S = 0.5
-"""Seconds between two looks."""
+PERIOD_S, PAUSE_S = 0.5, 60.0
+"""Seconds between two looks, and until the next one after a failure."""
 HIGH, LOW = 10.0, 1.0
 """Percent of ten seconds in which a program waited for memory: from here on models shrink, and
 below they may grow again."""
@@ -63,14 +64,22 @@ async def keep_house(hosts: Hosts) -> None:
     yielding = {name: Yielding() for name, host in hosts.hosts.items() if host.plan.yields}
     while True:
         await asyncio.sleep(PERIOD_S)
-        await hosts.unload_idle()
-        stalls = read_stalls() if yielding else 0.0
-        for name, own in yielding.items():
-            host = hosts.hosts[name]
-            part = own.look(stalls) if host.is_loaded else None
-            if part is None:
-                continue
-            try:
-                await hosts.change_budget(int(host.stated_bytes * part), name)
-            except UserError as error:
-                get_logger().info("memory is not yielded", model=name, reason=str(error))
+        try:
+            await hosts.unload_idle()
+            await _yield_memory(hosts, yielding)
+        except Exception:
+            get_logger().exception("idle models were not unloaded, or memory was not yielded")
+            await asyncio.sleep(PAUSE_S)
+
+
+async def _yield_memory(hosts: Hosts, yielding: Mapping[str, Yielding]) -> None:
+    stalls = read_stalls() if yielding else 0.0
+    for name, own in yielding.items():
+        host = hosts.hosts[name]
+        part = own.look(stalls) if host.is_loaded else None
+        if part is None:
+            continue
+        try:
+            await hosts.change_budget(int(host.stated_bytes * part), name)
+        except UserError as error:
+            get_logger().info("memory is not yielded", model=name, reason=str(error))

@@ -235,8 +235,16 @@ def test_memory_is_yielded_and_comes_back(tmp_path: Path) -> None:
 def test_a_model_under_pressure_gets_smaller(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pi2.serving import housekeeping
 
-    monkeypatch.setattr(housekeeping, "read_stalls", lambda: 50.0)
+    failures = [RuntimeError("a look that fails is not the last one")]
+
+    def read() -> float:
+        if failures:
+            raise failures.pop()
+        return 50.0
+
+    monkeypatch.setattr(housekeeping, "read_stalls", read)
     monkeypatch.setattr(housekeeping, "PERIOD_S", 0.01)
+    monkeypatch.setattr(housekeeping, "PAUSE_S", 0.01)
     plans = list_plans((file,), {"memory.pressure": "yield", "kv.context": 64}, 200 << 20)
 
     async def live() -> int:
