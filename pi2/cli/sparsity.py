@@ -1,4 +1,4 @@
-"""Calibrate thresholds, and train predictors."""
+"""Neurons: record which fire, calibrate thresholds, and train predictors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from pi2.caches import replace_file
 from pi2.cli.main import Subcommands
 from pi2.cli.options import (
     FILE,
@@ -19,16 +20,22 @@ from pi2.cli.options import (
     ChosenPlan,
     TextOptions,
     check_output,
+    find_form,
     option,
     print_found,
     take_options,
     take_plan,
+    write_file,
 )
 from pi2.diagnostics import UserError
+from pi2.plan.documents.quantities import write_table
 from pi2.progress import ProgressBar
+from pi2.tracing import check_form
 
 if TYPE_CHECKING:
+    from pi2.measuring.activations import Statistics
     from pi2.measuring.calibration import Calibration, Goal, Trial
+    from pi2.measuring.routing import RoutingTrace
     from pi2.measuring.training import Training
 
 
@@ -264,8 +271,6 @@ def describe_calibration(
 
 
 def write_report(calibration: Calibration) -> str:
-    from pi2.plan.documents.quantities import write_table
-
     best = calibration.chosen
     chosen, dense_speed = best.thresholds, f"{calibration.dense_tokens_per_s:.1f}"
     rows = [("0.0 %", f"{best.dense_perplexity:.3f}", "-", *["100.0 %"] * 3, dense_speed)]
@@ -300,3 +305,98 @@ def list_figures(trial: Trial) -> tuple[str, ...]:
         *(f"{share * 100:.1f} %" for share in shares),
         f"{trial.tokens_per_s:.1f}",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsOptions(TextOptions):
+    output: Path = option("-o", "--output", required=True, metavar="STATS")
+    largest: float | None = option(type=click.FloatRange(0, 1, min_open=True), metavar="SHARE")
+    samples: int = option(type=click.IntRange(min=0, max=4096), default=256)
+    moments: bool = False
+    routing: bool = False
+    plot: Path | None = option(type=FILE, metavar="FILE")
+    replace: bool = option("--force")
+    as_json: bool = JSON()
+
+
+@click.command("activations")
+@take_options(ActivationsOptions)
+@take_plan()
+def activations_command(plan: ChosenPlan, given: ActivationsOptions) -> None:
+    """Run PLAN's model on texts and record in STATS how often each neuron fires.
+
+    STATS gets activations.parquet (for `pi2 convert --activations`), coactivations.parquet and
+    statistics.json. After Ctrl-C the same command resumes. With --routing STATS gets only
+    routing.parquet: the experts of each token, with their weights."""
+    from pi2.measuring.activations import RecordingOptions, draw_activations, record_activations
+
+    if given.routing:
+        write_routing(plan, given)
+        return
+    plan.refuse_file()
+    if given.plot is not None:
+        check_form(find_form(given.plot))
+    options = RecordingOptions(largest=given.largest, samples=given.samples, moments=given.moments)
+    with ProgressBar() as progress:
+        statistics = record_activations(
+            plan.path,
+            given.read_passages(),
+            given.output,
+            overrides=plan.overrides,
+            options=options,
+            replace=given.replace,
+            progress=progress,
+        )
+    if given.plot is not None:
+        picture = draw_activations(given.output, statistics, find_form(given.plot))
+        write_file(given.plot, picture)
+    print_found(asdict(statistics), describe_statistics(statistics), given.as_json)
+
+
+def write_routing(plan: ChosenPlan, given: ActivationsOptions) -> None:
+    """Record and describe routing; UserError P664 if a recording exists, P666 without room."""
+    from pi2.measuring.routing import ROUTING, encode_trace, observe_routing
+
+    path = given.output / ROUTING
+    if path.exists() and not given.replace:
+        raise UserError.of(
+            "P664", f"{path} exists already", help="choose another folder, or use --force"
+        )
+    passages = given.read_passages()
+    with ProgressBar() as progress, plan.load(progress) as model:
+        trace = observe_routing(model, passages.cut(model), progress)
+    try:
+        replace_file(path, encode_trace(trace, {"pi2.model": model.plan.model.id}))
+    except OSError as error:
+        raise UserError.of("P666", f"cannot write {path}: {error.strerror}") from None
+    click.echo(describe_routing(trace))
+
+
+def describe_routing(trace: RoutingTrace) -> str:
+    from pi2.measuring.routing import DISTANCES, measure_locality
+
+    tokens, layers, chosen = trace.chosen.shape
+    again = " | ".join(f"chosen again within {distance}" for distance in DISTANCES)
+    titles = f"layer | experts for 80 % | touched | {again} | tokens shuffled"
+    rows = []
+    for layer in (*range(layers), None):
+        found = measure_locality(trace, layer)
+        shares = (found.popular, found.touched, *found.reuse.values())
+        mixed = " / ".join(f"{share:.1%}" for share in found.shuffled.values())
+        name = "mean" if layer is None else str(layer)
+        rows.append((name, *(f"{share:.1%}" for share in shares), mixed))
+    head = f"{tokens} tokens, {layers} layers, {chosen} of {trace.experts} experts"
+    return "\n".join((head, "", *write_table(titles, rows)))
+
+
+def describe_statistics(statistics: Statistics) -> str:
+    titles = "layer | active | of 2 tokens | of 3 | of 4 | neurons for 80 % | never active"
+    rows = [
+        (layer.active, *layer.batches[1:], layer.skew, layer.never) for layer in statistics.layers
+    ]
+    shown = [(number, *(f"{share:.1%}" for share in row)) for number, row in enumerate(rows)]
+    lines = [f"{statistics.model}: {statistics.tokens} tokens", "", *write_table(titles, shown), ""]
+    if any(layer.active != layer.batches[0] for layer in statistics.layers):
+        lines += ["active: of the experts that compute a token; all else: of the whole layer", ""]
+    lines.append(f"mean: active {statistics.active:.1%}, neurons for 80 % {statistics.skew:.1%}")
+    return "\n".join(lines)
