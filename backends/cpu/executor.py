@@ -74,7 +74,12 @@ class CpuExecutor(Executor):
         each = [self._share_areas() | chunk for chunk in arrays.chunks]
         chunks = [wrap_all(library, chunk) | given for chunk in each]
         views, tensors = chunks[0], TensorViews(library, memory, request.tensors)
-        self._prediction = Prediction(request, arrays, spec, library, views, tensors)
+        later: Views = {}
+        if spec.foresees:
+            ahead = self.exchange.ahead
+            assert ahead is not None
+            later = {"hidden_values": library.wrap(self.view(ahead, spec.hidden))}
+        self._prediction = Prediction(request, arrays, spec, library, views, tensors, later)
         scratch = self.program.scratch
         self._neurons = Neurons(request, arrays, spec, library, views, self._prediction, scratch)
         deviations = [model.blocks[layer].ffn.cutoff for layer in layers]
@@ -100,13 +105,11 @@ class CpuExecutor(Executor):
         self._step_begin = self._now.begin
         if spec.sequences and spec.has_other_chunks:
             self._step_begin = self._bind_begin("step", views)
-        if spec.foresees:
-            ahead = self.exchange.ahead
-            assert ahead is not None
+        if later:
             # What the following layer would read is rounded in the place of this one's.
-            later = views | {"hidden_values": library.wrap(self.view(ahead, spec.hidden))}
             kind = "step" if self._step_begin is not self._now.begin else "ffn"
-            self._read_ahead = library.bind(f"begin_{kind}", "tokens", later, name="begin_ffn")
+            seen = views | later
+            self._read_ahead = library.bind(f"begin_{kind}", "tokens", seen, name="begin_ffn")
         self._down_biases: list[F32] = []
         """By layer of an MoE model whose FFNs have biases [experts, hidden]."""
         if model.moe is not None and model.ffn.bias:
@@ -172,10 +175,10 @@ class CpuExecutor(Executor):
         self.read_layer(layer)
         if following != layer:
             self._read_ahead(self.tokens)
-            self._prediction.foresee(following, threshold, self.tokens)
+            self._prediction.foresee(following, threshold, self.tokens, is_next=True)
         self._begin(layer)
         if following == layer:
-            self._prediction.foresee(layer, threshold, self.tokens)
+            self._prediction.foresee(layer, threshold, self.tokens, is_next=False)
 
     def list_foreseen(self) -> I32:
         return self._prediction.list_foreseen()

@@ -24,8 +24,10 @@ class Prediction:
         library: Library,
         views: Views,
         tensors: TensorViews,
+        later: Views,
     ) -> None:
-        """``views``: arrays of the first chunk, which predictions read."""
+        """``views``: arrays of the first chunk, which predictions read; ``later``: those that
+        predictions for the next layer read instead."""
         neurons, layers = request.neurons, request.model.shape.layers
         self._neurons = neurons
         self._is_mixture = request.model.moe is not None
@@ -60,24 +62,30 @@ class Prediction:
             order.reshape(request.model.expert_count, -1) for order in request.expert_neurons or ()
         ]
         middle = {rank: wrap_all(library, own) for rank, own in arrays.middle.items()}
-        self._low_rank = [
-            [
-                library.bind(
-                    f"predict_low_rank_{rank}",
-                    "neurons threshold first tokens",
-                    *(weights, middle[rank], lists, views),
-                    layer=layer,
-                    name="predict_low_rank",
-                )
-                for rank, weights in _wrap_predictors(request, tensors, layer)
-            ]
-            for layer in range(layers if spec.ranks else 0)
-        ]
-        """By layer and expert."""
 
-    def foresee(self, layer: int, threshold: float, tokens: int) -> None:
-        """Predict the neurons of a layer for all tokens."""
-        self._low_rank[layer][0](self._neurons, float(threshold), 0, tokens)
+        def bind_low_rank(read: Views) -> list[list[BoundCall]]:
+            return [
+                [
+                    library.bind(
+                        f"predict_low_rank_{rank}",
+                        "neurons threshold first tokens",
+                        *(weights, middle[rank], lists, read),
+                        layer=layer,
+                        name="predict_low_rank",
+                    )
+                    for rank, weights in _wrap_predictors(request, tensors, layer)
+                ]
+                for layer in range(layers if spec.ranks else 0)
+            ]
+
+        self._low_rank = bind_low_rank(views)
+        """By layer and expert."""
+        self._ahead = bind_low_rank(views | later) if later else self._low_rank
+
+    def foresee(self, layer: int, threshold: float, tokens: int, *, is_next: bool) -> None:
+        """Predict the neurons of a layer, which may be the next one, for all tokens."""
+        calls = self._ahead if is_next else self._low_rank
+        calls[layer][0](self._neurons, float(threshold), 0, tokens)
 
     def list_foreseen(self) -> I32:
         """Return the neurons that `foresee` has found for the selected token."""

@@ -15,6 +15,7 @@ from pi2.memory.cache import NeuronCache
 from pi2.memory.flash import count_reads
 from pi2.orchestrator import load
 from pi2.plan.documents.plan import Decode
+from pi2.plan.weights.layout import Precision
 from tests.helpers.kernels import DEMO_LIKE, RandomModel, make_loops
 from tests.helpers.observed import count_calls
 from tests.helpers.slow import keep_quick
@@ -34,9 +35,13 @@ class InParts:
         return getattr(self._executor, name)
 
 
-@pytest.mark.parametrize("tokens", keep_quick([1, 3], [3]))
-def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(tokens: int) -> None:
-    model = RandomModel(**DEMO_LIKE)
+@pytest.mark.parametrize(
+    ("tokens", "predictor"), keep_quick([(1, "int8"), (3, "int8"), (3, "fp16")], [(3, "fp16")])
+)
+def test_foreseeing_gives_the_bits_of_the_calls_that_it_stands_for(
+    tokens: int, predictor: Precision
+) -> None:
+    model = RandomModel(**DEMO_LIKE, precision={"predictor": predictor})
     request = dataclasses.replace(
         model.request, looks_ahead=True, sequences=tokens, step_tokens=tokens
     )
