@@ -52,9 +52,9 @@ def take_blocks(raw: U8, block: Format, precision: Precision) -> tuple[U8, F16 |
     packing = find_packing(precision)
     if packing.name == block.name and isinstance(packing, BlockPacking):
         return None if block.find_faults(raw).any() else (raw, None)
-    if packing.top == 0 or packing.scaled != "groups":
+    if not packing.has_group_codes or block.is_plain:
         return None
-    if block.is_plain or 8 * block.block_bytes > (packing.bits + 1) * GROUP:
+    if 8 * block.block_bytes > (packing.bits + 1) * GROUP:
         return None
     if block.halves != (0,) or block.block != GROUP:
         return None

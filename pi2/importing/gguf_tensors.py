@@ -12,19 +12,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I64, U8, Raw
-from pi2.formats import Format
+from pi2.arrays import F32, I64, Raw
+from pi2.formats import Format, Packing, list_published
 from pi2.importing.decoded_tensor import DecodedTensor, refuse_shape
 from pi2.importing.gguf_file import GgufEntry, GgufFile, check_block, take_blocks
 from pi2.importing.gguf_metadata import Metadata
-from pi2.importing.safetensors_file import Kind, SourceTensor, turn
+from pi2.importing.safetensors_file import Kind, SourceTensor, Taken, turn
 from pi2.plan.weights.layout import Precision
 
 _PIECE_WEIGHTS = 2**20
 """Weights that are looked at together."""
-_KEEP_THREE = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "q1_0", "q2_0", "pq2_0")
-"""Types in which -1, 0 and 1 times a scale still have one magnitude: Q4_0 and its like round one of
-the two signs."""
 _PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8"}
 _WHOLE_NUMBERS = ".ffn_gate_tid2eid.weight"
 """Ends the names of tables of numbers of experts."""
@@ -108,10 +105,14 @@ class GgufTensor(SourceTensor):
 
     @property
     def kind(self) -> Kind:
-        return "mxfp4" if self.block.name == "mxfp4" and self.factor is None else "computed"
+        name = self.block.name
+        return name if self.factor is None and name in list_published() else "computed"
 
-    def is_ternary(self) -> bool:
-        if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
+    def is_of(self, packing: Packing) -> bool:
+        if packing.top != 1:
+            return self.kind == packing.name
+        # Files keep -1, 0 and 1 times one number in many formats.
+        if not self.block.keeps_signs or len(self.shape) != 2:
             return False
         size: np.float32 | None = None
         rows, columns = self.shape[::-1] if self.is_turned else self.shape
@@ -124,7 +125,7 @@ class GgufTensor(SourceTensor):
                 return False
         return True
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
         if raw.dtype != np.uint8 or self.factor is not None:
             return None
         return take_blocks(raw.view(np.uint8), self.block, precision)

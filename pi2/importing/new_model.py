@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pi2.caches import show_path
 from pi2.diagnostics import UserError
+from pi2.formats import Packing, list_published
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config, read_sampling
 from pi2.importing.families import describe_family, list_heads
@@ -118,11 +119,10 @@ def _derive_model(
     model = _validate(config, tables)
     if not has_weights:
         return model, "its metadata says"
-    if has_mxfp4_neurons(checkpoint, model):
-        tables["quantization"] = {"ffn": "mxfp4", "attention": "int8"}
-        model = _validate(config, tables)
-    elif has_ternary_weights(checkpoint, model):
-        tables["quantization"] = {"ffn": "ternary", "attention": "ternary"}
+    own = next((own for own in list_published().values() if _has(checkpoint, model, own)), None)
+    if own is not None:
+        attention = own.name if "projections" in own.uses else "int8"
+        tables["quantization"] = {"ffn": own.name, "attention": attention}
         model = _validate(config, tables)
     return model, f"{file.name} says" if file.suffix == ".json" else "its metadata says"
 
@@ -192,24 +192,22 @@ def find_mtp(checkpoint: Checkpoint, model: Model) -> Model | None:
     return None
 
 
-def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether the checkpoint's neurons, but for layers that are no MoE model, are MXFP4."""
-    blocks = enumerate(model.blocks)
-    layer = next((n for n, own in blocks if model.moe is None or own.ffn.has_router), None)
-    if layer is None:
-        return False
-    keys = [name_part(model, part) for part in ("up", "down")]
-    names = [fill_name(getattr(model.tensors, key), layer, 0) for key in keys]
-    tensors = checkpoint.tensors
-    return all(name in tensors and tensors[name].kind == "mxfp4" for name in names)
-
-
-def has_ternary_weights(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether the matrices of all layers are ternary.
+def _has(checkpoint: Checkpoint, model: Model, packing: Packing) -> bool:
+    """Whether the matrices of all layers have the numbers of ``packing``; of a format of neurons
+    only, an expert's of the first MoE layer.
 
     Raises `UserError` P531, P532 or P535 as `SourceTensor.read`."""
-    found = (checkpoint.tensors.get(name) for name in _name_matrices(model))
-    return all(tensor is not None and tensor.is_ternary() for tensor in found)
+    names = _name_matrices(model) if "projections" in packing.uses else _name_first(model)
+    tensors = [checkpoint.tensors.get(name) for name in names]
+    return bool(tensors) and all(own is not None and own.is_of(packing) for own in tensors)
+
+
+def _name_first(model: Model) -> Iterator[str]:
+    for layer, block in enumerate(model.blocks):
+        if model.moe is None or block.ffn.has_router:
+            for part in ("up", "down"):
+                yield fill_name(getattr(model.tensors, name_part(model, part)), layer)
+            return
 
 
 def _name_matrices(model: Model) -> Iterator[str]:

@@ -17,22 +17,25 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from pi2.arrays import F16, F32, U8, Raw
 from pi2.caches import check_regular, open_stream
 from pi2.diagnostics import UserError
+from pi2.formats import Packing
 from pi2.plan.weights.layout import Precision
 from pi2.reads import read_weights
 
 _STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _TILE = 128
-Kind = Literal["stored", "ternary", "mxfp4", "nvfp4", "computed"]
-"""Of numbers: as the file has them, in the type ``dtype``; -1, 0 and 1 times one scale; 4-bit
-floats with a scale for each group; or any other."""
+Kind = str
+"""Of numbers: ``stored``, as the file has them, in the type ``dtype``; the name of a format of
+blocks, or of packed vectors, that holds them; or ``computed``, any other."""
+Taken = tuple[U8, F16 | None] | None
+"""Packed weights and scales of rows that a checkpoint has just so; None of all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +103,12 @@ class SourceTensor:
     def kind(self) -> Kind:
         return "stored"
 
-    def is_ternary(self) -> bool:
-        """Whether its numbers are -1, 0 and 1 times one scale, as far as its format tells; of GGUF
-        files, as far as the numbers do.  Raises `UserError` as `read`."""
-        return self.kind == "ternary"
+    def is_of(self, packing: Packing) -> bool:
+        """Whether ``packing`` holds its numbers, as far as its format tells; of GGUF files, as far
+        as the numbers do.  Raises `UserError` as `read`."""
+        return self.kind == packing.name
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
         """Packed weights and scales of rows that are quantised already just as the store does it;
         None for all others, which is what every plain number is."""
         return None
@@ -142,7 +145,7 @@ class TurnedTensor(ViewTensor):
     def read_turned(self) -> Raw:
         return self.stored.read_raw()
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
         return self.stored.take_codes(raw, precision)
 
 

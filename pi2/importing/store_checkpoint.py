@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I64, U8, Raw
+from pi2.arrays import F32, I64, Raw
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
-from pi2.formats import find_packing
+from pi2.formats import find_packing, list_published
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.decoded_tensor import DecodedTensor
 from pi2.importing.rows import Kept, make_plain
-from pi2.importing.safetensors_file import Kind, SourceTensor
+from pi2.importing.safetensors_file import Kind, SourceTensor, Taken
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
 from pi2.model.tensors import list_tensors
@@ -64,7 +64,7 @@ class StoredRows(SourceTensor):
     def kind(self) -> Kind:
         return "stored" if self.stored[0].precision in (None, "fp16") else "computed"
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
         places = self.places[raw[:, 0]]
         stored = self.stored[int(places[0, 0])]
         is_same = stored.precision == precision and stored.length == self.shape[1]
@@ -94,9 +94,10 @@ class StoredNeurons(SourceTensor):
     @property
     def kind(self) -> Kind:
         precision = self.layer.layout.parts[self.part].precision
-        return "stored" if precision == "fp16" else "mxfp4" if precision == "mxfp4" else "computed"
+        is_plain = find_packing(precision).is_plain
+        return "stored" if is_plain else precision if precision in list_published() else "computed"
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
         layout = self.layer.layout.inline
         if layout.parts[self.part].precision != precision or layout.hidden != self.shape[1]:
             return None
