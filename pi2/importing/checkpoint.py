@@ -71,6 +71,8 @@ _MODELOPT = "hf_quant_config.json"
 _ADAPTERS = ("adapter_config.json",)
 """What describes changes of weights, in files of their own, that transformers adds to them."""
 _LAST = "pooling_mode_lasttoken"
+TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates."""
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of PyTorch files."""
@@ -158,10 +160,9 @@ class Checkpoint:
 
     def list_templates(self) -> dict[str, bytes]:
         """Further chat templates by their names; `UserError` P543 if one cannot be read."""
-        folder = "additional_chat_templates"
         found = {}
-        for file in sorted((self.folder / folder).glob("*.jinja")):
-            content = self.read_file(f"{folder}/{file.name}")
+        for file in sorted((self.folder / TEMPLATES).glob("*.jinja")):
+            content = self.read_file(f"{TEMPLATES}/{file.name}")
             if content is not None and _TEMPLATE_NAME.fullmatch(file.stem):
                 found[file.stem] = content
         return found
@@ -352,15 +353,9 @@ def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor
         if not is_stack or not 1 <= tensor.shape[0] <= MOST_EXPERTS:
             divided[name] = tensor
             continue
-        size_bytes = tensor.size_bytes // tensor.shape[0]
         for number in range(tensor.shape[0]):
-            divided[f"{name}.{number}"] = replace(
-                tensor,
-                name=f"{name}.{number}",
-                shape=tensor.shape[1:],
-                offset=tensor.offset + number * size_bytes,
-                size_bytes=size_bytes,
-            )
+            own = f"{name}.{number}"
+            divided[own] = tensor.cut(number, name=own)
     return divided
 
 

@@ -34,6 +34,7 @@ from pi2.importing.rows import (
     take_heads,
 )
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.states import describe_state
 from pi2.model.tensor import Source
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.family import Architecture
@@ -131,9 +132,9 @@ def _end(name: str) -> str:
 
 
 def _read_heads(model: Model, *, is_tiled: bool) -> DeltaHeads:
-    own = model.recurrence
-    assert own is not None
-    return DeltaHeads(own.key_heads, own.value_heads, own.key_dim, own.value_dim, is_tiled)
+    shape = describe_state(model)
+    assert shape is not None
+    return DeltaHeads(shape, is_tiled)
 
 
 def _change(

@@ -290,13 +290,8 @@ def _find_name(config: Config, folder: Path) -> str:
 
 def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     """Take a prefix away from all names, or put it before, if the checkpoint has them so."""
-    names = Model.model_fields["tensors"].annotation
-    assert names is not None
-    patterns: dict[str, str] = {
-        key: field.default
-        for key, field in names.model_fields.items()
-        if isinstance(field.default, str) and key not in (*TENSOR_OPTIONS, "head")
-    }
+    left = (*TENSOR_OPTIONS, "head")
+    patterns = {key: own for key, own in Tensors() if isinstance(own, str) and key not in left}
     stated = {key: value for key, value in tables["tensors"].items() if key not in TENSOR_OPTIONS}
     patterns |= stated
     embedding, head = patterns["embedding"], stated.get("head")
@@ -398,14 +393,10 @@ def _describe_tokenizer(checkpoint: Checkpoint, config: Config) -> dict[str, Any
     turn = _find_turn_end(checkpoint)
     if turn is not None and turn not in ends:
         ends.append(turn)
-    tokenizer: dict[str, Any] = {"eos": ends}
-    if config.has("bos_token_id") and config.read("bos_token_id", int) >= 0:
-        bos = config.read("bos_token_id", int)
+    bos, vocab = config.read("bos_token_id", int, -1), config.read("vocab_size", int)
+    tokenizer: dict[str, Any] = {"eos": [token for token in ends if 0 <= token < vocab]}
+    if 0 <= bos < vocab:
         tokenizer |= {"bos": bos, "add_bos": _begins_with(checkpoint, bos)}
-    vocab = config.read("vocab_size", int)
-    if "bos" in tokenizer and tokenizer["bos"] >= vocab:
-        del tokenizer["bos"], tokenizer["add_bos"]
-    tokenizer["eos"] = [token for token in ends if 0 <= token < vocab]
     return tokenizer
 
 

@@ -19,12 +19,11 @@ import numpy as np
 from pi2.arrays import F32, U8, Raw
 from pi2.caches import open_stream
 from pi2.formats import Format, find_format, list_formats, list_packings
-from pi2.importing.checkpoint import Checkpoint
+from pi2.importing.checkpoint import TEMPLATES, Checkpoint
 from pi2.importing.convert import explain_weight, map_in_order
 from pi2.importing.gguf_architectures import list_suited, name_in_file
-from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN, TEMPLATES, GgufCheckpoint
-from pi2.importing.gguf_file import GgufFile, read_gguf
-from pi2.importing.gguf_tensors import GgufTensor, make_tensor
+from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN, GgufCheckpoint
+from pi2.importing.gguf_file import GgufFile, GgufTensor, read_gguf
 from pi2.importing.gguf_writer import (
     NewTensor,
     Part,
@@ -270,13 +269,13 @@ class _Work:
         """Tensors of GGUF files, which keep names and order, and bytes that are few enough."""
         tensors = []
         for file in files:
-            for name, entry in file.entries.items():
-                tensor, shape = make_tensor(file, entry), entry.shape
+            for name, tensor in file.entries.items():
+                shape = tensor.shape
                 wanted = find_format(fit_width(formats.get(name, "f32"), shape[-1]))
-                bits = 8 * entry.block.block_bytes * wanted.block, 8 * wanted.block_bytes
-                if len(shape) < 2 or bits[0] <= bits[1] * entry.block.block:
+                bits = 8 * tensor.block.block_bytes * wanted.block, 8 * wanted.block_bytes
+                if len(shape) < 2 or bits[0] <= bits[1] * tensor.block.block:
                     parts = (Part(tensor, tensor.size_bytes, self._keep(tensor)),)
-                    own = NewTensor(name=name, shape=shape, format=entry.block, parts=parts)
+                    own = NewTensor(name=name, shape=shape, format=tensor.block, parts=parts)
                     tensors.append(own)
                     continue
                 rows = (replace(tensor, shape=(prod(shape[:-1]), shape[-1])),)

@@ -17,7 +17,6 @@ Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 
 (arXiv 2402.17764), section 2."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -125,17 +124,11 @@ def read_mxfp4(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
         scales = take_part(tensors, f"{base}_scales", shape[:3], EXPONENTS)
         widths = shape[2] * shape[3], shape[2]
         for expert in range(shape[0]):
-            parts = map(_take_expert, (codes, scales), (expert, expert), widths)
+            pairs = zip((codes, scales), widths, strict=True)
+            parts = (own.cut(expert, shape=(shape[1], width)) for own, width in pairs)
             whole = _decode_groups(f"{base}.{expert}", *parts)
             decoded[whole.name] = TurnedTensor.of(whole, shape=whole.shape[::-1])
     return decoded
-
-
-def _take_expert(stack: SourceTensor, expert: int, width: int) -> SourceTensor:
-    """A matrix of ``width`` columns of a tensor [experts, rows, ...]."""
-    size = stack.size_bytes // stack.shape[0]
-    place = stack.offset + expert * size
-    return replace(stack, shape=(stack.shape[1], width), offset=place, size_bytes=size)
 
 
 def read_modelopt(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:

@@ -290,9 +290,9 @@ def read_imatrix(file: Path) -> Importance:
         raise refuse_imatrix(file, error.strerror or "it cannot be read") from None
     except (ValueError, struct.error, UnicodeDecodeError):
         raise refuse_imatrix(file, "it is cut, or not a file of llama-imatrix") from None
-    broken = next((name for name, own in sums.items() if not _is_sound(own)), None)
-    if broken is not None:
-        raise refuse_imatrix(file, f"numbers of {broken} are negative or not finite")
+    for name, own in sums.items():
+        if not (np.isfinite(own) & (own >= 0)).all():
+            raise refuse_imatrix(file, f"numbers of {name} are negative or not finite")
     if not sums:
         raise refuse_imatrix(file, "it has no matrix")
     return Importance(file=file, sums=sums)
@@ -304,10 +304,6 @@ def refuse_imatrix(file: Path, problem: str) -> UserError:
         f"{file} is not an importance matrix of this model: {problem}",
         help="make it with `llama-imatrix -m MODEL -f TEXT -o FILE` from the same model",
     )
-
-
-def _is_sound(numbers: F32) -> bool:
-    return bool(np.isfinite(numbers).all() and (numbers >= 0).all())
 
 
 def _read_old(content: bytes) -> dict[str, F32]:
@@ -337,10 +333,7 @@ def _read_sums(file: Path) -> dict[str, F32]:
             continue
         if entry.block.name != "f32" or counts.block.name != "f32":
             raise ValueError
-        sums, calls = (
-            np.fromfile(file, "<f4", own.size_bytes // 4, offset=own.offset)
-            for own in (entry, counts)
-        )
-        rows = sums.reshape(len(calls), -1) / np.maximum(calls, 1)[:, None]
+        calls = counts.read().reshape(-1, 1)
+        rows = entry.read().reshape(len(calls), -1) / np.maximum(calls, 1)
         found[name.removesuffix(_SUMS)] = np.asarray(rows.reshape(-1), np.float32)
     return found

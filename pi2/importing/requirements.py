@@ -14,8 +14,8 @@ from pi2.formats import find_packing, list_packings, name_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import TABLE
 from pi2.importing.gguf_checkpoint import GgufCheckpoint
+from pi2.importing.gguf_file import GgufTensor
 from pi2.importing.gguf_metadata import ModelNames
-from pi2.importing.gguf_tensors import GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources
 from pi2.model.tensor import Place, Source, fill_name, match_name
@@ -207,7 +207,7 @@ def find_tensor_problem(
             help=f"check tensors.{need.key} and the shape in the model document",
         )
     if drop_ones(tensor.shape) != drop_ones(need.shape):
-        return describe_shape_problem(tensor, need, says)
+        return describe_shape_problem(tensor, need.shape, says)
     return None
 
 
@@ -221,14 +221,14 @@ def drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def describe_shape_problem(
-    tensor: SourceTensor, need: Requirement, says: str = _DOCUMENT
+    tensor: SourceTensor, shape: tuple[int, ...], says: str = _DOCUMENT
 ) -> Diagnostic:
     """A P534 that names file, tensor and both shapes."""
     return Diagnostic(
         code="P534",
         message=(
             f"tensor {tensor.name!r} in {tensor.file} has the shape {list(tensor.shape)}, "
-            f"{says} {list(need.shape)}"
+            f"{says} {list(shape)}"
         ),
         help="correct the shape there, or give another checkpoint",
     )

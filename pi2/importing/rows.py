@@ -18,12 +18,11 @@ import numpy as np
 from pi2.arrays import F32, F64, I32, I64, Raw
 from pi2.importing.decoded_tensor import DecodedTensor, compute_alike
 from pi2.importing.gguf_tensors import RateLogarithms
-from pi2.importing.safetensors_file import SourceTensor, Taken, TurnedTensor, ViewTensor
+from pi2.importing.safetensors_file import SourceTensor, TurnedTensor, ViewTensor
 from pi2.model.attention import Attention, list_fused_heads
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import Precision
 
 _KEPT_EXPERTS = 2 * (os.cpu_count() or 1) + 2
 """Experts that pieces which are packed at the same time may need."""
@@ -140,9 +139,6 @@ class PickedTensor(ViewTensor):
 
     def read_turned(self) -> Raw:
         return _fill(self.stored.read_turned()[self.index], self.missing)
-
-    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
-        return self.stored.take_codes(raw, precision)
 
 
 def _fill(raw: Raw, missing: int) -> Raw:

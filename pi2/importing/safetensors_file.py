@@ -14,8 +14,9 @@ import pickle
 import re
 import struct
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -50,6 +51,12 @@ class SourceTensor:
     offset: int
     """Byte of the tensor's first element in the file."""
     size_bytes: int
+
+    def cut(self, number: int, **own: Any) -> Self:
+        """Part ``number`` of a stack [parts, ...], with values of its ``own``."""
+        size = self.size_bytes // self.shape[0]
+        kept = {"shape": self.shape[1:], "size_bytes": size}
+        return replace(self, **{**kept, "offset": self.offset + number * size, **own})
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; P535, P532."""
@@ -134,6 +141,9 @@ class ViewTensor(SourceTensor):
     def kind(self) -> Kind:
         return self.stored.kind
 
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
+        return self.stored.take_codes(raw, precision)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnedTensor(ViewTensor):
@@ -144,9 +154,6 @@ class TurnedTensor(ViewTensor):
 
     def read_turned(self) -> Raw:
         return self.stored.read_raw()
-
-    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
-        return self.stored.take_codes(raw, precision)
 
 
 def turn(matrix: Raw) -> Raw:
@@ -180,7 +187,9 @@ def measure_header(path: Path, prefix: bytes, size: int) -> int:
     return header_bytes
 
 
-def parse_safetensors(path: Path, start: bytes, size: int) -> dict[str, SourceTensor]:
+def parse_safetensors(
+    path: Path, start: bytes, size: int, make: Callable[..., SourceTensor] = SourceTensor
+) -> dict[str, SourceTensor]:
     """Tensors of a file by name from ``start``, 8 bytes and header; `UserError` P532, P536."""
     header_bytes = measure_header(path, start[:8], size)
     try:
@@ -193,7 +202,7 @@ def parse_safetensors(path: Path, start: bytes, size: int) -> dict[str, SourceTe
         raise _bad_file(path, "its header is not a table of tensors")
     data_start = 8 + header_bytes
     tensors = {
-        name: _read_entry(path, name, entry, data_start, size)
+        name: make(file=path, name=name, **_read_entry(path, name, entry, data_start, size))
         for name, entry in header.items()
         if name != "__metadata__"
     }
@@ -214,7 +223,8 @@ def _reject_twins(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> SourceTensor:
+def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> dict[str, Any]:
+    """Type and place of a tensor."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]
@@ -231,14 +241,8 @@ def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -
     storage = _STORAGE.get(dtype)
     if storage is not None and math.prod(shape) * np.dtype(storage).itemsize != end - begin:
         raise _bad_file(path, f"tensor {name!r} has not the bytes that its shape needs")
-    return SourceTensor(
-        file=path,
-        name=name,
-        dtype=dtype,
-        shape=tuple(shape),
-        offset=data_start + begin,
-        size_bytes=end - begin,
-    )
+    place = {"offset": data_start + begin, "size_bytes": end - begin}
+    return {"dtype": dtype, "shape": tuple(shape), **place}
 
 
 def refuse_export(code: str, problem: str) -> UserError:
@@ -387,12 +391,7 @@ class StreamedTensor(SourceTensor):
 def list_streamed(file: Path, shards: Shards) -> dict[str, SourceTensor]:
     """Tensors of a file that may be elsewhere, by name; raises as `parse_safetensors`."""
     header, size = shards.read_header(file)
-    return {
-        name: StreamedTensor(
-            **{field.name: getattr(tensor, field.name) for field in fields(tensor)}, shards=shards
-        )
-        for name, tensor in parse_safetensors(file, header, size).items()
-    }
+    return parse_safetensors(file, header, size, partial(StreamedTensor, shards=shards))
 
 
 def list_files(part: object) -> set[Path]:

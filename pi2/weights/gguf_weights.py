@@ -22,7 +22,8 @@ from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
 from pi2.importing.checkpoint import use_tokenizer
 from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
-from pi2.importing.gguf_tensors import GgufTensor, JoinedHeads, OrderedColumns, RateLogarithms
+from pi2.importing.gguf_file import GgufTensor
+from pi2.importing.gguf_tensors import JoinedHeads, OrderedColumns, RateLogarithms
 from pi2.importing.new_model import describe_checkpoint, describe_mtp
 from pi2.model.blocks import State
 from pi2.model.states import list_state_tensors
