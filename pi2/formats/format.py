@@ -52,6 +52,8 @@ class Format:
     """Places of fp16 scales in a block, in bytes."""
     can_encode: bool = False
     """Whether `encode` makes blocks."""
+    is_kept: bool = False
+    """Whether stores keep its blocks as a file has them, unless integers of theirs are the same."""
     keeps_signs: bool = False
     """Whether -1, 0 and 1 times a number have one magnitude in it: Q4_0 and its like round one of
     the signs."""

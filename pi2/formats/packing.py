@@ -320,6 +320,7 @@ def keep_blocks(formats: Iterable[Format]) -> tuple[Packing, ...]:
             block=own,
         )
         for own in formats
+        if own.is_kept
     )
 
 

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -65,20 +65,14 @@ def is_by_expert(order: I32, neurons: int) -> bool:
     return bool((owners[1:] >= owners[:-1]).all())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertTensor(ViewTensor):
+def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
     """One expert's part of a tensor of all experts, [experts, ...]."""
 
-    expert: int
+    def take(start: int, stop: int) -> F32:
+        return whole.read(expert, expert + 1)[0, start:stop]
 
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        found: Raw = self.stored.read_raw(self.expert, self.expert + 1)[0]
-        return found[start:stop]
-
-
-def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
     size, name = whole.size_bytes // whole.shape[0], f"{whole.name}[{expert}]"
-    return ExpertTensor.of(whole, name=name, shape=whole.shape[1:], size_bytes=size, expert=expert)
+    return replace(compute_alike(whole, whole.shape[1:], take), name=name, size_bytes=size)
 
 
 def fill_heads(
