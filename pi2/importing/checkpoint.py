@@ -26,7 +26,8 @@ from pi2.importing.safetensors_file import (
     refuse_export,
 )
 from pi2.plan.documents.model import Model
-from pi2.sandbox.tokenizer import try_tokenizer
+from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer, try_tokenizer
+from pi2.tokens.table_tokenizer import Coder
 
 _BLOBS, _SNAPSHOTS = "blobs", "snapshots"
 """Folders of a repository in the hub's cache: ``snapshots/REVISION/NAME`` links to ``blobs``."""
@@ -94,6 +95,8 @@ class Checkpoint:
     """Prefixes of the files' names, and the matching prefixes in ``tensors``."""
     given_tokenizer: tuple[Path, bytes] | None = None
     """A ``tokenizer.json`` instead of the checkpoint's: its file and content."""
+    has_blocks: bool = False
+    """Whether tensors are a GGUF file's, perhaps by other names."""
 
     def read_file(self, name: str) -> bytes | None:
         """Contents of the small file ``name`` next to the weights; None if there is none.
@@ -157,6 +160,22 @@ class Checkpoint:
         `UserError` or `TokenizerRefused` if it is broken."""
         content = self.read_tokenizer()
         return None if content is None else try_tokenizer(content).begin
+
+    @property
+    def may_have_table(self) -> bool:
+        """Whether `open_tokenizer` makes a compact table, unless the file's lists are odd."""
+        return False
+
+    def open_tokenizer(self) -> Coder:
+        """The tokenizer, with a compact table where that can be; `UserError` P543 or P605."""
+        try:
+            return open_tokenizer(self.read_tokenizer() or b"")
+        except TokenizerRefused as error:
+            raise UserError.of(
+                "P605",
+                f"cannot read the tokenizer of {self.folder}: {error}",
+                help="give the original's tokenizer.json with --tokenizer",
+            ) from None
 
     def list_templates(self) -> dict[str, bytes]:
         """Further chat templates by their names; `UserError` P543 if one cannot be read."""

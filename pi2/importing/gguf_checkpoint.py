@@ -35,7 +35,6 @@ from pi2.importing.gguf_tokens import WHOLE, GgufTokens, read_chat_files, read_n
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.family import Architecture
 from pi2.plan.documents.model import Model
-from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.tokens.table_tokenizer import Coder
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
@@ -89,23 +88,11 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def may_have_table(self) -> bool:
-        """Whether `open_tokenizer` makes a compact table, unless the file's lists are odd."""
         return self.has_lists and may_have_table(self.metadata)
 
     def open_tokenizer(self) -> Coder:
-        """The tokenizer, with a compact table where that can be; `UserError` P543 or P605."""
-        if self.has_lists:
-            table = make_table(self.folder, self.metadata)
-            if table is not None:
-                return table
-        try:
-            return open_tokenizer(self.read_tokenizer() or b"")
-        except TokenizerRefused as error:
-            raise UserError.of(
-                "P605",
-                f"cannot read the tokenizer of {self.folder}: {error}",
-                help="give the original's tokenizer.json with --tokenizer",
-            ) from None
+        table = make_table(self.folder, self.metadata) if self.has_lists else None
+        return table or Checkpoint.open_tokenizer(self)
 
     def list_templates(self) -> dict[str, bytes]:
         return read_named_templates(self.metadata)
@@ -123,20 +110,10 @@ DOCUMENT = "pi2.model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FolderFile(GgufCheckpoint):
+class FolderFile(Checkpoint):
     """A file that holds a Hugging Face folder: its tensors by its names, and its small files."""
 
-    @property
-    def has_lists(self) -> bool:
-        return False
-
-    @property
-    def takes_last(self) -> bool:
-        taken: bool = Checkpoint.takes_last.__get__(self)
-        return taken
-
-    def find_unread(self, model: Model) -> Iterator[Diagnostic]:
-        return iter(())
+    metadata: Mapping[str, Any]
 
     def read_file(self, name: str) -> bytes | None:
         text = self.metadata.get(f"{FILES}{name}")
@@ -155,9 +132,6 @@ class FolderFile(GgufCheckpoint):
         text = self.metadata.get(DOCUMENT)
         return text.encode() if isinstance(text, str) else None
 
-    def describe_name(self, name: str) -> str:
-        return name
-
 
 def _open_folder_file(path: Path, files: list[GgufFile], metadata: Metadata) -> FolderFile:
     return FolderFile(
@@ -166,12 +140,12 @@ def _open_folder_file(path: Path, files: list[GgufFile], metadata: Metadata) -> 
         config_file=path,
         tensors={name: own for file in files for name, own in file.entries.items()},
         files=tuple(file.path for file in files),
-        statements=metadata,
-        names={},
+        has_blocks=True,
+        metadata=metadata.values,
     )
 
 
-def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
+def open_gguf(path: Path, head: Path | None = None) -> Checkpoint:
     """Open the GGUF file ``path``, or all files of a split one of which it is; ``head``: file of
     the MTP head that counts.
 
@@ -233,6 +207,7 @@ def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
         config_file=path,
         tensors=tensors,
         files=tuple(file.path for file in files),
+        has_blocks=True,
         statements=metadata,
         names=names,
     )

@@ -19,7 +19,7 @@ from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import compute_alike
 from pi2.importing.families import describe_family
 from pi2.importing.gguf_architectures import choose_names, list_suited, name_in_file
-from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
+from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_keys import describe_keys, describe_vocabulary, list_divisors
 from pi2.importing.gguf_tensors import DeltaHeads
 from pi2.importing.gguf_writer import NewTensor, make_vector, write_gguf, write_key
@@ -208,7 +208,7 @@ def _shape(name: str, tensors: tuple[SourceTensor, ...], model: Model) -> tuple[
 def arrange_for_llama(source: Checkpoint, model: Model, output: Path) -> Arrangement | None:
     """What llama.cpp's converter would write; None for a model that no architecture states as pi2
     understands its files.  An outline of the file, next to ``output``, is read to know that."""
-    if source.document is not None or isinstance(source, GgufCheckpoint):
+    if source.document is not None or source.has_blocks:
         return None
     for name, own in list_suited(source.config.get("model_type")):
         try:

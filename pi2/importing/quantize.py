@@ -22,7 +22,7 @@ from pi2.formats import Format, find_format, list_formats, list_packings
 from pi2.importing.checkpoint import TEMPLATES, Checkpoint
 from pi2.importing.convert import explain_weight, map_in_order
 from pi2.importing.gguf_architectures import list_suited, name_in_file
-from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN, GgufCheckpoint
+from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN
 from pi2.importing.gguf_file import GgufFile, GgufTensor, read_gguf
 from pi2.importing.gguf_writer import (
     NewTensor,
@@ -113,7 +113,7 @@ def quantize_checkpoint(
         work = _Work(source, importance, errors, pool, report)
         wanted = None if wish.mixture is None else MIXTURES[wish.mixture]
         models = _list_models(source, model)
-        if isinstance(source, GgufCheckpoint) and not wish.arranges:
+        if source.has_blocks and not wish.arranges:
             formats = dict[str, str]()
             shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
             for own in models if not wish.keeps else ():
@@ -159,7 +159,7 @@ def _arrange(source: Checkpoint, models: Sequence[Model], output: Path) -> Arran
 def name_matrices(source: Checkpoint, model: Model, output: Path, wish: Wish) -> Mapping[str, str]:
     """What importance matrices call tensors of the file that ``wish`` makes, by their names in it;
     equal names are left out."""
-    if isinstance(source, GgufCheckpoint) and not wish.arranges:
+    if source.has_blocks and not wish.arranges:
         return {}
     made = _arrange(source, _list_models(source, model), output)
     return {own.name: own.matrix for own in made.laid}

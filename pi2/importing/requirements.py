@@ -13,7 +13,6 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.formats import find_packing, list_packings, name_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import TABLE
-from pi2.importing.gguf_checkpoint import GgufCheckpoint
 from pi2.importing.gguf_file import GgufTensor
 from pi2.importing.gguf_metadata import ModelNames
 from pi2.importing.safetensors_file import SourceTensor
@@ -36,7 +35,7 @@ def keep_bits(checkpoint: Checkpoint, model: Model) -> Model:
     Gate and up rows of one format are kept block by block, of Q4_0 as int4, which has their codes
     and scales. Other blocks, and down projections whose blocks run across neurons, get 8 bits;
     blocks with more bits get fp16, the widest that stores have."""
-    if not isinstance(checkpoint, GgufCheckpoint):
+    if not checkpoint.has_blocks:
         return model
     own, formats = model.quantization, _list_formats(checkpoint, model)
     kept_as = {find_packing(name).like: name for name in name_packings("gates")}
