@@ -284,9 +284,7 @@ class _Conversion:
         self._progress.add(sum(source.size_bytes for source in sources))
         if len(sources[0].shape) == 1:
             offset = self._model.norm.weight_offset if tensor.name.endswith("_norm") else 0.0
-            vectors = [source.read()[None] + np.float32(offset) for source in sources]
-            pairs = zip(vectors, sources, strict=True)
-            parts = [_check_floats(vector, source) for vector, source in pairs]
+            parts = [_check_floats(own.read()[None] + np.float32(offset), own) for own in sources]
             yield pad_columns(np.concatenate(parts, axis=1), tensor.length), None
             return
         step = max(1, _PIECE_WEIGHTS // tensor.length)

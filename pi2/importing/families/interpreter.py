@@ -16,9 +16,7 @@ from pi2.plan.toml.expressions import MARK, evaluate, is_expression, list_names,
 
 Tables = dict[str, Any]
 _LAYERS = ("num_hidden_layers", "n_layer")
-_FAILURES = (
-    *(TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
-)
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _SHOWN = 60
 """Characters of a value in a message."""
 _PARTS = ("gate", "up", "down")
