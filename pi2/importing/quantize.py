@@ -8,6 +8,7 @@ checkpoint, metadata are the model's document and the small files of the folder.
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -177,10 +178,10 @@ def choose_all(made: Arrangement, wanted: Mixture | None, *, keeps: bool) -> dic
 
 
 def _number_type(tensors: Sequence[NewTensor]) -> int:
-    sizes: dict[str, int] = {}
+    sizes = Counter[Format]()
     for tensor in tensors:
-        sizes[tensor.format.name] = sizes.get(tensor.format.name, 0) + tensor.size_bytes
-    return find_format(max(sizes, key=sizes.__getitem__)).file_type
+        sizes[tensor.format] += tensor.size_bytes
+    return max(sizes, key=sizes.__getitem__).file_type
 
 
 def arrange(source: Checkpoint, models: Sequence[Model]) -> Arrangement:
