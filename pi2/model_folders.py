@@ -262,10 +262,9 @@ def make_file(
 def find_obstacles(source: Checkpoint, model: Model) -> list[str]:
     """Why nothing computes a GGUF file as it is; empty if it is computed, and of other
     checkpoints."""
-    from pi2.importing.gguf_checkpoint import GgufCheckpoint
     from pi2.weights.gguf_weights import GgufWeights
 
-    if not isinstance(source, GgufCheckpoint):
+    if not source.has_blocks:
         return []
     return GgufWeights(source, model).find_obstacles()
 
@@ -273,9 +272,7 @@ def find_obstacles(source: Checkpoint, model: Model) -> list[str]:
 def list_own_files(checkpoint: Checkpoint, document: Model) -> dict[str, Path]:
     """The GGUF files of a checkpoint that runs as it is, by their names in a model's folder; none
     if it does not."""
-    from pi2.importing.gguf_checkpoint import GgufCheckpoint
-
-    if not isinstance(checkpoint, GgufCheckpoint) or find_obstacles(checkpoint, document):
+    if not checkpoint.has_blocks or find_obstacles(checkpoint, document):
         return {}
     count = len(checkpoint.files)
     if count == 1:

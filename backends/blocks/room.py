@@ -114,18 +114,18 @@ def list_offsets(name: str, width: int) -> tuple[int, ...]:
     return tuple(CHUNK * flat.index(chunk) for chunk in range(256 // CHUNK))
 
 
-_BUNDLED = frozenset({"q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "ternary"})
-"""Formats of nibbles, whose groups of 32 are computed several at once: the first halves of all of
-them, then the second ones."""
 FIELDS = {"q1_0": 8, "q2_0": 4, "pq2_0": 4}
 """Weights of a byte, in their order: first of a register's bytes the lowest of each, and so on."""
 
 
 def count_bundle(name: str, width: int) -> int:
-    """Return the groups of 32 of a format that are computed at once; 1: each in its order."""
+    """Return the groups of 32 of a format that are computed at once; 1: each in its order.  Of
+    blocks of 32 parts of bytes, the first halves of all groups come first, then the second ones."""
+    own = find_format(name)
     if name in FIELDS:
-        return width * FIELDS[name] // 32 if find_format(name).block <= width * FIELDS[name] else 1
-    return width // CHUNK if name in _BUNDLED and width >= 2 * CHUNK else 1
+        return width * FIELDS[name] // 32 if own.block <= width * FIELDS[name] else 1
+    is_bundled = own.block == 32 > own.block_bytes
+    return width // CHUNK if is_bundled and width >= 2 * CHUNK else 1
 
 
 def describe_order(name: str, width: int) -> int:

@@ -74,7 +74,7 @@ class FileOpening(Opening):
         self._lent = lent = self.wish.pool.share(self._places.values(), self._sharing)
         known = {name: lent[place] for name, place in self._places.items() if place in lent}
         self._placed, self._ranges = place_resident(chosen, known, weights, self.budget, is_mapped)
-        self._watched = WatchedFiles(weights.files, weights.list_maps())
+        self._watched = WatchedFiles(weights.files, weights.maps)
         self.cleanup.callback(self._watched.close)
         return self._placed if self.draft is not None and self.draft.resolved.model.is_mtp else {}
 

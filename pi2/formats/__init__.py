@@ -21,6 +21,7 @@ __all__ = [
     "find_packing",
     "list_formats",
     "list_packings",
+    "list_published",
     "name_packings",
 ]
 
@@ -48,6 +49,13 @@ def find_format(name: str) -> Format:
 def list_packings() -> Mapping[str, Packing]:
     """Return all formats of packed vectors by name, smallest first."""
     return dict(sorted(_list_all("PACKINGS").items(), key=lambda item: item[1].bits))
+
+
+@cache
+def list_published() -> Mapping[str, Packing]:
+    """Return the formats of packed vectors that checkpoints come in, the widest first."""
+    kept = {name: own for name, own in list_packings().items() if own.is_published}
+    return dict(reversed(kept.items()))
 
 
 def find_packing(name: str) -> Packing:

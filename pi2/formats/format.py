@@ -52,6 +52,15 @@ class Format:
     """Places of fp16 scales in a block, in bytes."""
     can_encode: bool = False
     """Whether `encode` makes blocks."""
+    is_kept: bool = False
+    """Whether stores keep its blocks as a file has them, unless integers of theirs are the same."""
+    keeps_signs: bool = False
+    """Whether -1, 0 and 1 times a number have one magnitude in it: Q4_0 and its like round one of
+    the signs."""
+    fits_bytes: bool = False
+    """Whether 8-bit integers, with powers of two as scales, hold its numbers."""
+    file_type: int = 1
+    """What ``general.file_type`` of GGUF files calls files most of whose weights have it."""
 
     @property
     def is_plain(self) -> bool:

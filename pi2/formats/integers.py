@@ -202,10 +202,7 @@ def _find_peaks(rows: F32) -> F32:
     return peaks.view(np.float32)
 
 
-_BLOCKS = keep_blocks(
-    own for own in _GROUPS if own.name not in ("q4_0", "q8_0") and not isinstance(own, BitCodes)
-)
 _VECTORS: tuple[Packing, ...] = list_tables(
     "integers", {"nearest": _Nearest, "plain": _PlainVectors, "ternary": _Ternary}, table="packings"
 )
-PACKINGS = (*_BLOCKS, *_VECTORS)
+PACKINGS = (*keep_blocks(_GROUPS), *_VECTORS)

@@ -138,4 +138,4 @@ FORMATS: tuple[Format, ...] = list_tables(
         "without_minima": _WithoutMinima,
     },
 )
-PACKINGS = keep_blocks(own for own in FORMATS if not own.name.startswith("tq"))
+PACKINGS = keep_blocks(FORMATS)

@@ -105,6 +105,11 @@ class Packing:
         return self.plain_type is not None
 
     @property
+    def has_group_codes(self) -> bool:
+        """Whether its numbers are integers, times the scale of their group."""
+        return self.top > 0 and self.scaled == "groups"
+
+    @property
     def is_float32(self) -> bool:
         return self.plain_type == "<f4"
 
@@ -315,6 +320,7 @@ def keep_blocks(formats: Iterable[Format]) -> tuple[Packing, ...]:
             block=own,
         )
         for own in formats
+        if own.is_kept
     )
 
 

@@ -26,7 +26,8 @@ from pi2.importing.safetensors_file import (
     refuse_export,
 )
 from pi2.plan.documents.model import Model
-from pi2.sandbox.tokenizer import try_tokenizer
+from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer, try_tokenizer
+from pi2.tokens.table_tokenizer import Coder
 
 _BLOBS, _SNAPSHOTS = "blobs", "snapshots"
 """Folders of a repository in the hub's cache: ``snapshots/REVISION/NAME`` links to ``blobs``."""
@@ -71,6 +72,8 @@ _MODELOPT = "hf_quant_config.json"
 _ADAPTERS = ("adapter_config.json",)
 """What describes changes of weights, in files of their own, that transformers adds to them."""
 _LAST = "pooling_mode_lasttoken"
+TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates."""
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of PyTorch files."""
@@ -92,6 +95,8 @@ class Checkpoint:
     """Prefixes of the files' names, and the matching prefixes in ``tensors``."""
     given_tokenizer: tuple[Path, bytes] | None = None
     """A ``tokenizer.json`` instead of the checkpoint's: its file and content."""
+    has_blocks: bool = False
+    """Whether tensors are a GGUF file's, perhaps by other names."""
 
     def read_file(self, name: str) -> bytes | None:
         """Contents of the small file ``name`` next to the weights; None if there is none.
@@ -156,12 +161,27 @@ class Checkpoint:
         content = self.read_tokenizer()
         return None if content is None else try_tokenizer(content).begin
 
+    @property
+    def may_have_table(self) -> bool:
+        """Whether `open_tokenizer` makes a compact table, unless the file's lists are odd."""
+        return False
+
+    def open_tokenizer(self) -> Coder:
+        """The tokenizer, with a compact table where that can be; `UserError` P543 or P605."""
+        try:
+            return open_tokenizer(self.read_tokenizer() or b"")
+        except TokenizerRefused as error:
+            raise UserError.of(
+                "P605",
+                f"cannot read the tokenizer of {self.folder}: {error}",
+                help="give the original's tokenizer.json with --tokenizer",
+            ) from None
+
     def list_templates(self) -> dict[str, bytes]:
         """Further chat templates by their names; `UserError` P543 if one cannot be read."""
-        folder = "additional_chat_templates"
         found = {}
-        for file in sorted((self.folder / folder).glob("*.jinja")):
-            content = self.read_file(f"{folder}/{file.name}")
+        for file in sorted((self.folder / TEMPLATES).glob("*.jinja")):
+            content = self.read_file(f"{TEMPLATES}/{file.name}")
             if content is not None and _TEMPLATE_NAME.fullmatch(file.stem):
                 found[file.stem] = content
         return found
@@ -352,15 +372,9 @@ def divide_stacks(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor
         if not is_stack or not 1 <= tensor.shape[0] <= MOST_EXPERTS:
             divided[name] = tensor
             continue
-        size_bytes = tensor.size_bytes // tensor.shape[0]
         for number in range(tensor.shape[0]):
-            divided[f"{name}.{number}"] = replace(
-                tensor,
-                name=f"{name}.{number}",
-                shape=tensor.shape[1:],
-                offset=tensor.offset + number * size_bytes,
-                size_bytes=size_bytes,
-            )
+            own = f"{name}.{number}"
+            divided[own] = tensor.cut(number, name=own)
     return divided
 
 

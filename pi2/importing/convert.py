@@ -196,7 +196,8 @@ class _Conversion:
 
     def read_dense(self, tensor: DenseTensor) -> TensorPieces:
         if tensor.transform == "state":
-            return self._quantize_state(tensor)
+            values, source = read_state_vector(self._source.tensors, self._model, tensor)
+            return [(pad_columns(_check_floats(values, source), tensor.length), None)]
         return self._quantize_rows(tensor, self._find_dense(tensor))
 
     def _find_matrices(self, layer: int, names: Sequence[str]) -> list[list[SourceTensor]]:
@@ -283,9 +284,7 @@ class _Conversion:
         self._progress.add(sum(source.size_bytes for source in sources))
         if len(sources[0].shape) == 1:
             offset = self._model.norm.weight_offset if tensor.name.endswith("_norm") else 0.0
-            vectors = [source.read()[None] + np.float32(offset) for source in sources]
-            pairs = zip(vectors, sources, strict=True)
-            parts = [_check_floats(vector, source) for vector, source in pairs]
+            parts = [_check_floats(own.read()[None] + np.float32(offset), own) for own in sources]
             yield pad_columns(np.concatenate(parts, axis=1), tensor.length), None
             return
         step = max(1, _PIECE_WEIGHTS // tensor.length)
@@ -305,10 +304,6 @@ class _Conversion:
         if missing > 0 and not tensor.packing.is_float32:
             # What is added to the residual stream is as long as its vectors are.
             yield tensor.packing.quantize(np.zeros((missing, tensor.length), np.float32))
-
-    def _quantize_state(self, tensor: DenseTensor) -> TensorPieces:
-        values, source = read_state_vector(self._source.tensors, self._model, tensor)
-        yield pad_columns(_check_floats(values, source), tensor.length), None
 
     def _pack_rows(
         self,

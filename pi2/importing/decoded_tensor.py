@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I32, U8, Raw
+from pi2.arrays import F32, I32, Raw
 from pi2.diagnostics import UserError
-from pi2.formats import find_packing
-from pi2.importing.safetensors_file import Kind, SourceTensor, refuse_export
+from pi2.formats import find_packing, list_formats
+from pi2.importing.safetensors_file import Kind, SourceTensor, Taken, refuse_export
 from pi2.plan.weights.layout import GROUP, Precision
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -125,8 +125,9 @@ class DecodedTensor(SourceTensor):
     def widen(self, raw: Raw) -> F32:
         return raw.astype(np.float32, copy=False)
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        has_groups = self.kind in ("mxfp4", "nvfp4") and raw.shape[1] % GROUP == 0
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
+        own = list_formats().get(self.kind)
+        has_groups = own is not None and own.fits_bytes and raw.shape[1] % GROUP == 0
         is_wide = find_packing(precision).like == "q8_0"
         return quantize_exactly(self.widen(raw)) if has_groups and is_wide else None
 
@@ -187,6 +188,34 @@ def unpack(words: Raw, bits: int, count: int) -> I32:
 
 def count_words(count: int, bits: int) -> int:
     return -(-count * bits // _WORD)
+
+
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Place in a word of each of 8 neighbours."""
+
+
+def read_outputs(
+    tensor: SourceTensor, bits: int, offset: int, is_mixed: bool, start: int, stop: int
+) -> F32:
+    """Codes [n, m] of outputs of words [m, words of outputs], each with ``offset`` more."""
+    per_word = 32 // bits
+    first, last = start // per_word, -(-stop // per_word)
+    words = np.ascontiguousarray(read_array(tensor)[:, first:last])
+    codes = unpack(words, bits, words.shape[1] * per_word)
+    if is_mixed:
+        codes = codes.reshape(len(words), -1, 8)[:, :, _AWQ_PLACES].reshape(len(words), -1)
+    own = codes[:, start - first * per_word : stop - first * per_word] + np.int32(offset)
+    return np.asarray(own.T, np.float32)
+
+
+def read_inputs(tensor: SourceTensor, bits: int, inputs: int, start: int, stop: int) -> F32:
+    """Codes [n, inputs] of words of inputs [words, outputs]."""
+    words = np.ascontiguousarray(read_array(tensor)[:, start:stop].T)
+    return unpack(words, bits, inputs).astype(np.float32)
+
+
+def read_columns(tensor: SourceTensor, start: int, stop: int) -> F32:
+    return np.asarray(read_array(tensor)[:, start:stop].T, np.float32)
 
 
 def read_numbers(tensor: SourceTensor, start: int = 0, stop: int | None = None) -> F32:
@@ -287,7 +316,6 @@ def take_matrix(
     return codes, (codes.shape[0], codes.shape[1])
 
 
-MX_GROUP, _NV_GROUP = 32, 16
 _STACKED = re.compile(r"(.*)\.([0-9]+)")
 """A matrix that `pi2.importing.checkpoint.divide_stacks` has named."""
 _SCALES = ("_scale_inv", "_scale")
@@ -317,47 +345,7 @@ def decode_scaled(
     return made.make(name, codes, scales, zeros)
 
 
-def decode_groups(
-    name: str,
-    codes: SourceTensor,
-    scales: SourceTensor,
-    factor: SourceTensor | None = None,
-    *,
-    divides: bool = False,
-) -> DecodedTensor:
-    """4-bit floats, bytes [rows, columns / 2], with a scale for each group [rows, groups]: an
-    exponent, or an 8-bit float that the tensor's own ``factor`` multiplies, or ``divides``."""
-    shape, value = (codes.shape[0], 2 * codes.shape[1]), np.float32(1)
-    if factor is not None:
-        stated = float(read_array(factor).reshape(-1)[0])
-        value = np.float32(1.0 / stated if divides and stated else stated)
-    made = ScaledCodes(
-        shape=shape,
-        codes=partial(read_pairs, codes),
-        scales=lambda start, stop: read_scales(scales, start, stop) * value,
-        block=(1, shape[1] // scales.shape[1]),
-    )
-    return made.make(name, codes, scales, factor, kind="mxfp4" if factor is None else "nvfp4")
-
-
-def decode_four_bits(
-    tensors: Tensors, name: str, codes_name: str, global_name: str, *, divides: bool
-) -> DecodedTensor:
-    """A matrix of packed 4-bit floats; ``divides``: whether the tensor's own scale divides the
-    groups' scales, instead of multiplying."""
-    codes, (rows, half) = take_matrix(tensors, codes_name, ("U8",))
-    found = tensors.get(f"{name}_scale")
-    is_nv = found is not None and found.dtype == "F8_E4M3"
-    group = _NV_GROUP if is_nv else MX_GROUP
-    if 2 * half % group:
-        raise refuse_shape(codes, (rows, -(-2 * half // group) * group // 2))
-    types = ("F8_E4M3",) if is_nv else EXPONENTS
-    scales = take_part(tensors, f"{name}_scale", (rows, 2 * half // group), types)
-    whole = take_part(tensors, global_name, dtypes=FLOATS) if is_nv else None
-    return decode_groups(name, codes, scales, whole, divides=divides)
-
-
-def quantize_exactly(rows: F32) -> tuple[U8, F16 | None] | None:
+def quantize_exactly(rows: F32) -> Taken:
     """Rows [n, length] as int8 with powers of two as scales if groups fit exactly, else nearest;
     None if none fits."""
     if not np.isfinite(rows).all():

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F32
+from pi2.arrays import F32, F64
 from pi2.caches import show_path
 from pi2.diagnostics import UserError
 from pi2.importing.config import ROTATED_SHARE, TURN_FACTOR
@@ -349,6 +349,12 @@ def scale_llama3(config: dict[str, Any], divisors: F32) -> bool:
     return scaling is not None
 
 
+def divide_llama3(turns: F64, factor: float, low: float, high: float) -> F64:
+    """Divisors of the frequencies of pairs that turn so often within the original context."""
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else turns >= low
+    return np.asarray(1 / ((1 - smooth) / factor + smooth))
+
+
 def _recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any] | None:
     """The llama3 scaling with divisors ``factors`` [head_dim / 2] (``rope_freqs.weight``); {} for
     none, None if unknown."""
@@ -361,9 +367,7 @@ def _recover_llama3(factors: F32, theta: float, head_dim: int) -> dict[str, Any]
     low = 1.0
     # Llama 4 has nothing between the two.
     for original, high in product((2**power for power in range(4, 20)), (4.0, 1.0, 32.0)):
-        turns = original / wavelengths
-        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else turns >= low
-        expected = 1 / ((1 - smooth) / factor + smooth)
+        expected = divide_llama3(original / wavelengths, factor, low, high)
         if np.allclose(expected, factors, rtol=1e-4):
             return {
                 "rope_type": "llama3",

@@ -12,7 +12,7 @@ import numpy as np
 
 from pi2.arrays import F32, I64
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.importing.checkpoint import Checkpoint, check_weights, parse_json
+from pi2.importing.checkpoint import TEMPLATES, Checkpoint, check_weights, parse_json
 from pi2.importing.config import list_beginnings, make_generation_config, rename_tensors
 from pi2.importing.decoded_tensor import refuse_shape, unfold_norm
 from pi2.importing.families import list_families
@@ -27,21 +27,14 @@ from pi2.importing.gguf_architectures import (
     name_in_file,
     scale_positions,
 )
-from pi2.importing.gguf_file import GgufEntry, GgufFile, read_gguf
+from pi2.importing.gguf_file import GgufFile, GgufTensor, read_gguf
 from pi2.importing.gguf_metadata import Metadata, find_unread
-from pi2.importing.gguf_tensors import (
-    join_heads,
-    make_tensor,
-    read_delta_heads,
-    restore_plain,
-    restore_state,
-)
+from pi2.importing.gguf_tensors import join_heads, read_delta_heads, restore_plain, restore_state
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, may_have_table
 from pi2.importing.gguf_tokens import WHOLE, GgufTokens, read_chat_files, read_named_templates
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.plan.documents.family import Architecture
 from pi2.plan.documents.model import Model
-from pi2.sandbox.tokenizer import TokenizerRefused, open_tokenizer
 from pi2.tokens.table_tokenizer import Coder
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
@@ -95,23 +88,11 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def may_have_table(self) -> bool:
-        """Whether `open_tokenizer` makes a compact table, unless the file's lists are odd."""
         return self.has_lists and may_have_table(self.metadata)
 
     def open_tokenizer(self) -> Coder:
-        """The tokenizer, with a compact table where that can be; `UserError` P543 or P605."""
-        if self.has_lists:
-            table = make_table(self.folder, self.metadata)
-            if table is not None:
-                return table
-        try:
-            return open_tokenizer(self.read_tokenizer() or b"")
-        except TokenizerRefused as error:
-            raise UserError.of(
-                "P605",
-                f"cannot read the tokenizer of {self.folder}: {error}",
-                help="give the original's tokenizer.json with --tokenizer",
-            ) from None
+        table = make_table(self.folder, self.metadata) if self.has_lists else None
+        return table or Checkpoint.open_tokenizer(self)
 
     def list_templates(self) -> dict[str, bytes]:
         return read_named_templates(self.metadata)
@@ -126,25 +107,13 @@ FILES = "pi2.file."
 """Begins the keys of the small files of the folder."""
 DOCUMENT = "pi2.model"
 """Key of the model's document, as JSON."""
-TEMPLATES = "additional_chat_templates"
-"""Folder of further chat templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FolderFile(GgufCheckpoint):
+class FolderFile(Checkpoint):
     """A file that holds a Hugging Face folder: its tensors by its names, and its small files."""
 
-    @property
-    def has_lists(self) -> bool:
-        return False
-
-    @property
-    def takes_last(self) -> bool:
-        taken: bool = Checkpoint.takes_last.__get__(self)
-        return taken
-
-    def find_unread(self, model: Model) -> Iterator[Diagnostic]:
-        return iter(())
+    metadata: Mapping[str, Any]
 
     def read_file(self, name: str) -> bytes | None:
         text = self.metadata.get(f"{FILES}{name}")
@@ -163,27 +132,20 @@ class FolderFile(GgufCheckpoint):
         text = self.metadata.get(DOCUMENT)
         return text.encode() if isinstance(text, str) else None
 
-    def describe_name(self, name: str) -> str:
-        return name
-
 
 def _open_folder_file(path: Path, files: list[GgufFile], metadata: Metadata) -> FolderFile:
     return FolderFile(
         folder=path,
         config=parse_json(path, metadata.read(f"{FILES}config.json", str).encode()),
         config_file=path,
-        tensors={
-            entry.name: make_tensor(file, entry)
-            for file in files
-            for entry in file.entries.values()
-        },
+        tensors={name: own for file in files for name, own in file.entries.items()},
         files=tuple(file.path for file in files),
-        statements=metadata,
-        names={},
+        has_blocks=True,
+        metadata=metadata.values,
     )
 
 
-def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
+def open_gguf(path: Path, head: Path | None = None) -> Checkpoint:
     """Open the GGUF file ``path``, or all files of a split one of which it is; ``head``: file of
     the MTP head that counts.
 
@@ -208,7 +170,7 @@ def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
             if entry.name in scales or entry.name in POSITIONS:
                 continue
             scale = scales.get(f"{entry.name.removesuffix('.weight')}.scale")
-            placed = _place_tensor(file, entry, names, architecture, metadata, scale)
+            placed = _place_tensor(entry, names, architecture, metadata, scale)
             for name, tensor in placed.items():
                 if name in tensors:
                     raise UserError.of(
@@ -245,6 +207,7 @@ def open_gguf(path: Path, head: Path | None = None) -> GgufCheckpoint:
         config_file=path,
         tensors=tensors,
         files=tuple(file.path for file in files),
+        has_blocks=True,
         statements=metadata,
         names=names,
     )
@@ -350,8 +313,7 @@ def _check_split(files: list[GgufFile]) -> None:
 
 
 def _place_tensor(
-    file: GgufFile,
-    entry: GgufEntry,
+    entry: GgufTensor,
     names: Names,
     architecture: Architecture,
     metadata: Metadata,
@@ -363,8 +325,8 @@ def _place_tensor(
     if place is None:
         found: dict[str, SourceTensor] = {}
         for part in _split_qkv(entry, names, metadata):
-            found |= _place_tensor(file, part, names, architecture, metadata, scale)
-        return found or {entry.name: make_tensor(file, entry)}
+            found |= _place_tensor(part, names, architecture, metadata, scale)
+        return found or {entry.name: entry}
     pattern, kind = place
     if not pattern:
         return {}
@@ -376,7 +338,7 @@ def _place_tensor(
     if kind == "shortconv.conv.weight" and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
     tensor = replace(
-        make_tensor(file, entry),
+        entry,
         shape=shape,
         is_turned=is_turned,
         added=architecture.norm_offset if norm else 0.0,
@@ -396,26 +358,22 @@ def _place_tensor(
     if len(entry.shape) != 3:
         raise UserError.of(
             "P534",
-            f"tensor {entry.name!r} in {file.path} has the shape {list(entry.shape)}, expected a "
+            f"tensor {entry.name!r} in {entry.file} has the shape {list(entry.shape)}, expected a "
             "matrix for every expert",
         )
-    each = entry.size_bytes // entry.shape[0]
+    factors = [None] * entry.shape[0] if scale is None else scale
     return {
-        pattern.replace("{expert}", str(expert)): replace(
-            tensor,
-            shape=entry.shape[1:],
-            offset=entry.offset + expert * each,
-            size_bytes=each,
-            factor=None if scale is None else scale[expert],
+        pattern.replace("{expert}", str(expert)): tensor.cut(
+            expert, shape=entry.shape[1:], factor=factor
         )
-        for expert in range(entry.shape[0])
+        for expert, factor in enumerate(factors)
     }
 
 
 _FUSED = re.compile(r"(blk\.(\d+)\.attn_)qkv(\.\w+)")
 
 
-def _split_qkv(entry: GgufEntry, names: Names, metadata: Metadata) -> Iterator[GgufEntry]:
+def _split_qkv(entry: GgufTensor, names: Names, metadata: Metadata) -> Iterator[GgufTensor]:
     """Queries, keys and values that a file has in one tensor, and the family apart."""
     fused = _FUSED.fullmatch(entry.name)
     if fused is None or find_place(names, f"{fused[1]}q{fused[3]}") is None:
@@ -441,7 +399,7 @@ def _split_qkv(entry: GgufEntry, names: Names, metadata: Metadata) -> Iterator[G
 
 
 def _restore_order(
-    kind: str, entry: GgufEntry, architecture: Architecture, metadata: Metadata
+    kind: str, entry: GgufTensor, architecture: Architecture, metadata: Metadata
 ) -> I64 | None:
     """Stored row at every row of a query or key projection that the converter permuted."""
     part, _, _ = kind.partition(".")
@@ -459,8 +417,8 @@ def _restore_order(
 
 def _read_vector(files: list[GgufFile], name: str) -> F32 | None:
     """The numbers of a tensor that is no part of a checkpoint; None if no file has it."""
-    file = next((file for file in files if name in file.entries), None)
-    return None if file is None else make_tensor(file, file.entries[name]).read()
+    found = (file.entries[name] for file in files if name in file.entries)
+    return next((own.read() for own in found), None)
 
 
 def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
@@ -469,11 +427,11 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
 
     Raises `UserError`: P534 for more numbers than one, or than one for each expert, P539 for one
     that is not finite."""
-    entries = {name: (file, entry) for file in files for name, entry in file.entries.items()}
+    entries = {name: entry for file in files for name, entry in file.entries.items()}
     scales = {}
-    for name, (file, entry) in entries.items():
+    for name, entry in entries.items():
         base, _, end = name.rpartition(".")
-        _, matrix = entries.get(f"{base}.weight", (file, None))
+        matrix = entries.get(f"{base}.weight")
         if end != "scale" or find_place(names, name) is not None:
             continue
         is_matrix = matrix is not None and len(matrix.shape) > 1 and base not in _UNSCALED
@@ -483,12 +441,12 @@ def _list_scales(files: list[GgufFile], names: Names) -> dict[str, F32]:
         experts = matrix.shape[0] if base.endswith("_exps") else 1
         count = math.prod(entry.shape)
         if count not in (1, experts):
-            raise refuse_shape(make_tensor(file, entry), (experts,))
-        numbers = make_tensor(file, entry).read().reshape(-1)
+            raise refuse_shape(entry, (experts,))
+        numbers = entry.read().reshape(-1)
         if not np.isfinite(numbers).all():
             raise UserError.of(
                 "P539",
-                f"tensor {name!r} in {file.path} has a scale that is not a finite number",
+                f"tensor {name!r} in {entry.file} has a scale that is not a finite number",
                 help="download or export the file again",
             )
         scales[name] = numbers if count == experts else np.repeat(numbers, experts)

@@ -1,4 +1,4 @@
-"""Reads the header of GGUF files: metadata, and the place of every tensor.
+"""Reads GGUF files: metadata, the place of every tensor, and its rows.
 
 The `gguf` package is not used: its reader refuses PowerInfer's files, maps the whole file, and its
 errors name neither file nor tensor. Format: magic, version, number of tensors, number of keys, keys
@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from pi2.arrays import F16, I8, U8
+from pi2.arrays import F16, F32, I8, I64, U8, Raw
 from pi2.caches import GGUF_MAGICS, check_regular
 from pi2.diagnostics import UserError
-from pi2.formats import Format, find_format, find_packing, list_formats
+from pi2.formats import Format, Packing, find_format, find_packing, list_formats, list_published
 from pi2.formats.packing import BlockPacking
+from pi2.importing.safetensors_file import Kind, SourceTensor, Taken, turn
 from pi2.plan.weights.layout import GROUP, Precision
 from pi2.reads import read_weights
 from pi2.tokens.texts import Texts
@@ -46,15 +47,15 @@ def check_block(block: Format, tensor: str, file: str) -> None:
         raise UserError.of("P535", f"tensor {tensor!r} in {file} has the type {block.name.upper()}")
 
 
-def take_blocks(raw: U8, block: Format, precision: Precision) -> tuple[U8, F16 | None] | None:
+def take_blocks(raw: U8, block: Format, precision: Precision) -> Taken:
     """Rows of blocks as packed weights and scales of a store, if they are just that: blocks as they
     are, or codes with one scale for 32, in Q4_0, Q5_0, Q8_0 and IQ4_NL."""
     packing = find_packing(precision)
     if packing.name == block.name and isinstance(packing, BlockPacking):
         return None if block.find_faults(raw).any() else (raw, None)
-    if packing.top == 0 or packing.scaled != "groups":
+    if not packing.has_group_codes or block.is_plain:
         return None
-    if block.is_plain or 8 * block.block_bytes > (packing.bits + 1) * GROUP:
+    if 8 * block.block_bytes > (packing.bits + 1) * GROUP:
         return None
     if block.halves != (0,) or block.block != GROUP:
         return None
@@ -74,6 +75,117 @@ def split_blocks(raw: U8, block: Format) -> tuple[I8, F16]:
     # What blocks with a scale of 1 stand for are their codes.
     blocks[:, :, :2] = np.array([1.0], "<f2").view(np.uint8)
     return block.decode(blocks.reshape(raw.shape)).astype(np.int8), scales
+
+
+_PIECE_WEIGHTS = 2**20
+"""Weights that are looked at together."""
+_PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8"}
+_WHOLE_NUMBERS = ".ffn_gate_tid2eid.weight"
+"""Ends the names of tables of numbers of experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor(SourceTensor):
+    """A tensor of a GGUF file; ``name`` is what the file calls it."""
+
+    block: Format
+    order: I64 | None = None
+    """The stored row at every row of the tensor; None means that both are in the same order."""
+    is_turned: bool = False
+    """Whether the file has columns where the tensor has rows."""
+    added: float = 0.0
+    """Number that the file has added to every element."""
+    factor: np.float32 | None = None
+    """Factor of all numbers."""
+
+    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
+        """Rows ``start`` to ``stop``: plain numbers, or bytes [n, bytes]; raises as
+        `SourceTensor.read_raw`."""
+        stop = self.shape[0] if stop is None else stop
+        if self.is_turned:
+            return turn(self._decode(self._read_stored(0, self.shape[1])))[start:stop]
+        if self.order is None:
+            return self._read_stored(start, stop)
+        wanted = self.order[start:stop]
+        first, last = int(wanted.min()), int(wanted.max())
+        return self._read_stored(first, last + 1)[wanted - first]
+
+    def read_turned(self) -> Raw:
+        if self.is_turned:
+            return self._read_stored(0, self.shape[1])
+        rows, columns = self.shape
+        step = max(1, _PIECE_WEIGHTS // columns)
+        pieces = ((at, min(at + step, rows)) for at in range(0, rows, step))
+        turned: Raw | None = None
+        for first, last in pieces:
+            # Groups lie along the rows: bytes must become numbers before they can be turned.
+            numbers = self._decode(self.read_raw(first, last))
+            if turned is None:
+                turned = np.empty((columns, rows), numbers.dtype)
+            turned[:, first:last] = turn(numbers)
+        assert turned is not None
+        return turned
+
+    def widen(self, raw: Raw) -> F32:
+        # A zero-argument super() does not work in classes with slots.
+        numbers = SourceTensor.widen(self, self._decode(raw))
+        if self.added:
+            numbers = numbers - np.float32(self.added)
+        if self.factor is not None:
+            numbers = numbers * self.factor
+        return numbers
+
+    def _decode(self, raw: Raw) -> Raw:
+        """Blocks as numbers, and plain numbers as they are."""
+        return self.block.decode(raw.view(np.uint8)) if raw.dtype == np.uint8 else raw
+
+    def check_type(self) -> str:
+        storage = _PLAIN.get(self.block.name)
+        if self.block.name == "i32" and self.name.endswith(_WHOLE_NUMBERS):
+            return "<i4"
+        if storage is None and (self.block.is_plain or len(self.shape) < 2):
+            return SourceTensor.check_type(self)
+        if storage is None:
+            check_block(self.block, self.name, str(self.file))
+        return storage or "|u1"
+
+    def _read_stored(self, start: int, stop: int) -> Raw:
+        """Stored rows: plain numbers [n, ...], or blocks uint8 [n, bytes]."""
+        storage = self.check_type()
+        columns = self.shape[0] if self.is_turned else self.shape[-1]
+        width = columns if len(self.shape) > 1 else 1
+        if storage == "|u1":
+            width = self.block.count_bytes(width)
+        size = np.dtype(storage).itemsize
+        flat = self.read_flat(self.offset + start * width * size, (stop - start) * width, storage)
+        return flat.reshape(stop - start, width) if len(self.shape) > 1 else flat
+
+    @property
+    def kind(self) -> Kind:
+        name = self.block.name
+        return name if self.factor is None and name in list_published() else "computed"
+
+    def is_of(self, packing: Packing) -> bool:
+        if packing.top != 1:
+            return self.kind == packing.name
+        # Files keep -1, 0 and 1 times one number in many formats.
+        if not self.block.keeps_signs or len(self.shape) != 2:
+            return False
+        size: np.float32 | None = None
+        rows, columns = self.shape[::-1] if self.is_turned else self.shape
+        step = max(1, _PIECE_WEIGHTS // columns)
+        for start in range(0, rows, step):
+            sizes = np.abs(self.widen(self._read_stored(start, min(start + step, rows))))
+            if size is None and sizes.any():
+                size = sizes.max()
+            if not ((sizes == 0) | (sizes == size)).all():
+                return False
+        return True
+
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
+        if raw.dtype != np.uint8 or self.factor is not None:
+            return None
+        return take_blocks(raw.view(np.uint8), self.block, precision)
 
 
 _VERSIONS = (2, 3)
@@ -102,24 +214,11 @@ _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GgufEntry:
-    """A tensor of the file and the place of its bytes."""
-
-    name: str
-    block: Format
-    shape: tuple[int, ...]
-    """Sizes with the rows first, as numpy has them; GGUF counts dimensions the other way round."""
-    offset: int
-    """Byte of the tensor's first element in the file."""
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
     path: Path
     metadata: Mapping[str, Any]
     """Values by key: numbers, texts, numpy arrays of numbers, `Texts`, lists of the rest."""
-    entries: Mapping[str, GgufEntry]
+    entries: Mapping[str, GgufTensor]
     is_powerinfer: bool
     spans: Mapping[str, tuple[int, int]]
     """Range of each key with its value: first byte, and byte after the last."""
@@ -201,8 +300,8 @@ class _Header:
             spans=spans,
         )
 
-    def _take_entries(self, count: int, alignment: int) -> dict[str, GgufEntry]:
-        relative: dict[str, GgufEntry] = {}
+    def _take_entries(self, count: int, alignment: int) -> dict[str, GgufTensor]:
+        relative: dict[str, GgufTensor] = {}
         for number in range(count):
             self._reading = f"the entry of tensor {number} of {count}"
             entry = self._take_entry()
@@ -225,7 +324,7 @@ class _Header:
         placed = {own.name: replace(own, offset=start + own.offset) for own in ordered}
         return {name: placed[name] for name in relative}
 
-    def _take_entry(self) -> GgufEntry:
+    def _take_entry(self) -> GgufTensor:
         name = self._take_text(strict=True)
         self._reading = f"the entry of tensor {name!r}"
         count = self._take_number("<I")
@@ -246,7 +345,15 @@ class _Header:
                 f"blocks of {block.block}"
             )
         size = block.count_bytes(math.prod(shape))
-        return GgufEntry(name=name, block=block, shape=shape, offset=offset, size_bytes=size)
+        return GgufTensor(
+            file=self._path,
+            name=name,
+            dtype=block.name.upper(),
+            shape=shape,
+            offset=offset,
+            size_bytes=size,
+            block=block,
+        )
 
     def _take_value(self, kind: int, depth: int = 0) -> Any:
         if kind in _NUMBERS:
@@ -304,7 +411,7 @@ class _Header:
         raise _bad_file(self._path, problem)
 
 
-def _find_lengths(ordered: list[GgufEntry]) -> list[GgufEntry]:
+def _find_lengths(ordered: list[GgufTensor]) -> list[GgufTensor]:
     """Return entries as they are, or with the longer blocks that older files call Q2_0 as well: one
     of them overlaps the next tensor otherwise."""
     short, long = (find_format(name) for name in ("q2_0", "pq2_0"))
@@ -313,8 +420,9 @@ def _find_lengths(ordered: list[GgufEntry]) -> list[GgufEntry]:
         for own, following in pairwise(ordered)
     ):
         return ordered
+    longer: dict[str, Any] = {"block": long, "dtype": long.name.upper()}
     return [
-        replace(own, block=long, size_bytes=long.count_bytes(math.prod(own.shape)))
+        replace(own, size_bytes=long.count_bytes(math.prod(own.shape)), **longer)
         if own.block == short and own.shape[-1] % long.block == 0
         else own
         for own in ordered

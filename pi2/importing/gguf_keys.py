@@ -18,6 +18,7 @@ import tomli
 from pi2.arrays import F32
 from pi2.diagnostics import UserError
 from pi2.importing.config import GGUF_SAMPLING
+from pi2.importing.gguf_architectures import divide_llama3
 from pi2.importing.gguf_metadata import ModelNames
 from pi2.importing.gguf_tokenizer import make_table, make_tokenizer, parse_config
 from pi2.importing.gguf_tokens import (
@@ -36,7 +37,6 @@ from pi2.importing.gguf_writer import Value
 from pi2.model.attention import Attention
 from pi2.plan.documents.family import Architecture
 from pi2.plan.documents.model import Model
-from pi2.plan.documents.model_mixing import Rope
 from pi2.plan.toml.expressions import is_expression
 from pi2.sandbox.tokenizer import TokenizerRefused, call_library, open_tokenizer
 from pi2.tokens.texts import Texts
@@ -140,7 +140,11 @@ def list_divisors(model: Model) -> dict[str, F32]:
             continue
         rope = own.rope
         if rope.kind == "llama3":
-            return {"rope_freqs.weight": _divide_llama3(rope, own.turned_width)}
+            pairs = np.arange(rope.count_rotated(own.turned_width) // 2)
+            wavelengths = 2 * np.pi * rope.theta ** (pairs * 2 / own.turned_width)
+            limits = rope.low_frequency_factor, rope.high_frequency_factor
+            found = divide_llama3(rope.original_context / wavelengths, rope.factor, *limits)
+            return {"rope_freqs.weight": found.astype(np.float32)}
         if rope.kind == "longrope":
             lists = {"long": rope.long_factors, "short": rope.short_factors}
             return {
@@ -148,15 +152,6 @@ def list_divisors(model: Model) -> dict[str, F32]:
                 for key, values in lists.items()
             }
     return {}
-
-
-def _divide_llama3(rope: Rope, width: int) -> F32:
-    pairs = np.arange(rope.count_rotated(width) // 2)
-    wavelengths = 2 * np.pi * rope.theta ** (pairs * 2 / width)
-    low, high = rope.low_frequency_factor, rope.high_frequency_factor
-    turns = rope.original_context / wavelengths
-    smooth = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns >= low
-    return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
 _TEXT: str = TABLE["sample"]["text"]

@@ -1,7 +1,7 @@
 """What GGUF files state, read with care and held against the model that was made of it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -200,10 +200,6 @@ def _hold(names: ModelNames, test: str) -> bool:
         return False
 
 
-def _is_one_of(names: ModelNames, value: Any, known: Iterable[Any]) -> bool:
-    return any(_is_same(own, value) for own in known)
-
-
 def _list_bases(names: ModelNames) -> list[float]:
     # Of the model's own positions no layer may be left.
     return [names.model.rope.theta, *(rope.theta for rope, _ in list_turns(names.model))]
@@ -218,7 +214,7 @@ def _was_read(names: ModelNames, key: str) -> bool:
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "bases": _list_bases,
     "has_router": lambda names, layer: names.model.blocks[layer].ffn.has_router,
-    "is_one_of": _is_one_of,
+    "is_one_of": lambda names, value, known: any(_is_same(own, value) for own in known),
     "is_stated": lambda names, key: names.own["metadata"].has(f"{{arch}}.{key}"),
     "name_activation": lambda names, value: ACTIVATIONS.get(value),
     "rotated": lambda names: [rope.count_rotated(width) for rope, width in list_turns(names.model)],
@@ -246,7 +242,8 @@ def find_unread(metadata: Metadata, model: Model) -> Iterator[Diagnostic]:
             continue
         if own in idle:
             continue
-        if own in said["compared"] and not _is_nothing(value):
+        is_nothing = type(value) in (int, float) and value == 0
+        if own in said["compared"] and not is_nothing:
             path, *tests = said["compared"][own]
             test = tests[0] if tests else f"same({path}, value)"
             items = (_name_value(metadata, model, item) for item in _list_values(value))
@@ -289,10 +286,6 @@ def _refuse(metadata: Metadata, key: str, value: Any) -> Diagnostic:
 def _list_values(value: Any) -> list[Any]:
     """The values of all layers; one where it is no list."""
     return value.tolist() if isinstance(value, np.ndarray) else [value]
-
-
-def _is_nothing(value: Any) -> bool:
-    return type(value) in (int, float) and value == 0
 
 
 def _is_same(found: object, stated: object) -> bool:

@@ -12,135 +12,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I64, U8, Raw
-from pi2.formats import Format
+from pi2.arrays import F32, I64
 from pi2.importing.decoded_tensor import DecodedTensor, refuse_shape
-from pi2.importing.gguf_file import GgufEntry, GgufFile, check_block, take_blocks
+from pi2.importing.gguf_file import GgufTensor
 from pi2.importing.gguf_metadata import Metadata
-from pi2.importing.safetensors_file import Kind, SourceTensor, turn
-from pi2.plan.weights.layout import Precision
-
-_PIECE_WEIGHTS = 2**20
-"""Weights that are looked at together."""
-_KEEP_THREE = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "q1_0", "q2_0", "pq2_0")
-"""Types in which -1, 0 and 1 times a scale still have one magnitude: Q4_0 and its like round one of
-the two signs."""
-_PLAIN = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8"}
-_WHOLE_NUMBERS = ".ffn_gate_tid2eid.weight"
-"""Ends the names of tables of numbers of experts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufTensor(SourceTensor):
-    """A tensor of a GGUF file; ``name`` is what the file calls it."""
-
-    block: Format
-    order: I64 | None = None
-    """The stored row at every row of the tensor; None means that both are in the same order."""
-    is_turned: bool = False
-    """Whether the file has columns where the tensor has rows."""
-    added: float = 0.0
-    """Number that the file has added to every element."""
-    factor: np.float32 | None = None
-    """Factor of all numbers."""
-
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        """Rows ``start`` to ``stop``: plain numbers, or bytes [n, bytes]; raises as
-        `SourceTensor.read_raw`."""
-        stop = self.shape[0] if stop is None else stop
-        if self.is_turned:
-            return turn(self._decode(self._read_stored(0, self.shape[1])))[start:stop]
-        if self.order is None:
-            return self._read_stored(start, stop)
-        wanted = self.order[start:stop]
-        first, last = int(wanted.min()), int(wanted.max())
-        return self._read_stored(first, last + 1)[wanted - first]
-
-    def read_turned(self) -> Raw:
-        if self.is_turned:
-            return self._read_stored(0, self.shape[1])
-        rows, columns = self.shape
-        step = max(1, _PIECE_WEIGHTS // columns)
-        pieces = ((at, min(at + step, rows)) for at in range(0, rows, step))
-        turned: Raw | None = None
-        for first, last in pieces:
-            # Groups lie along the rows: bytes must become numbers before they can be turned.
-            numbers = self._decode(self.read_raw(first, last))
-            if turned is None:
-                turned = np.empty((columns, rows), numbers.dtype)
-            turned[:, first:last] = turn(numbers)
-        assert turned is not None
-        return turned
-
-    def widen(self, raw: Raw) -> F32:
-        # A zero-argument super() does not work in classes with slots.
-        numbers = SourceTensor.widen(self, self._decode(raw))
-        if self.added:
-            numbers = numbers - np.float32(self.added)
-        if self.factor is not None:
-            numbers = numbers * self.factor
-        return numbers
-
-    def _decode(self, raw: Raw) -> Raw:
-        """Blocks as numbers, and plain numbers as they are."""
-        return self.block.decode(raw.view(np.uint8)) if raw.dtype == np.uint8 else raw
-
-    def check_type(self) -> str:
-        storage = _PLAIN.get(self.block.name)
-        if self.block.name == "i32" and self.name.endswith(_WHOLE_NUMBERS):
-            return "<i4"
-        if storage is None and (self.block.is_plain or len(self.shape) < 2):
-            return SourceTensor.check_type(self)
-        if storage is None:
-            check_block(self.block, self.name, str(self.file))
-        return storage or "|u1"
-
-    def _read_stored(self, start: int, stop: int) -> Raw:
-        """Stored rows: plain numbers [n, ...], or blocks uint8 [n, bytes]."""
-        storage = self.check_type()
-        columns = self.shape[0] if self.is_turned else self.shape[-1]
-        width = columns if len(self.shape) > 1 else 1
-        if storage == "|u1":
-            width = self.block.count_bytes(width)
-        size = np.dtype(storage).itemsize
-        flat = self.read_flat(self.offset + start * width * size, (stop - start) * width, storage)
-        return flat.reshape(stop - start, width) if len(self.shape) > 1 else flat
-
-    @property
-    def kind(self) -> Kind:
-        return "mxfp4" if self.block.name == "mxfp4" and self.factor is None else "computed"
-
-    def is_ternary(self) -> bool:
-        if self.block.name not in _KEEP_THREE or len(self.shape) != 2:
-            return False
-        size: np.float32 | None = None
-        rows, columns = self.shape[::-1] if self.is_turned else self.shape
-        step = max(1, _PIECE_WEIGHTS // columns)
-        for start in range(0, rows, step):
-            sizes = np.abs(self.widen(self._read_stored(start, min(start + step, rows))))
-            if size is None and sizes.any():
-                size = sizes.max()
-            if not ((sizes == 0) | (sizes == size)).all():
-                return False
-        return True
-
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        if raw.dtype != np.uint8 or self.factor is not None:
-            return None
-        return take_blocks(raw.view(np.uint8), self.block, precision)
-
-
-def make_tensor(file: GgufFile, entry: GgufEntry) -> GgufTensor:
-    return GgufTensor(
-        file=file.path,
-        name=entry.name,
-        dtype=entry.block.name.upper(),
-        shape=entry.shape,
-        offset=entry.offset,
-        size_bytes=entry.size_bytes,
-        block=entry.block,
-    )
-
+from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.states import StateShape, list_pairs, ungroup
 
 _KEYS, _VALUES, _JOINED = (f".{name}_proj.weight" for name in ("k_b", "v_b", "kv_b"))
 
@@ -155,8 +32,10 @@ class JoinedHeads(DecodedTensor):
     """Values of one head after the other [heads value, rank]."""
 
     @classmethod
-    def of(cls, name: str, heads: int, keys: SourceTensor, values: SourceTensor) -> Self:
-        """Join ``keys`` and ``values`` of ``heads``."""
+    def of(
+        cls, name: str, heads: int, keys: SourceTensor, values: SourceTensor, **own: Any
+    ) -> Self:
+        """Join ``keys`` and ``values`` of ``heads``; with further fields of its ``own``."""
         rank, plain, value = values.shape[1], keys.shape[1], values.shape[0] // heads
         each = plain + value
 
@@ -170,7 +49,7 @@ class JoinedHeads(DecodedTensor):
             return joined.reshape(-1, rank)[start - first * each : stop - first * each]
 
         shape = heads * each, rank
-        return cls.make(name, shape, decode, keys, values, keys=keys, values=values)
+        return cls.make(name, shape, decode, keys, values, keys=keys, values=values, **own)
 
 
 def join_heads(tensors: dict[str, SourceTensor]) -> None:
@@ -203,53 +82,42 @@ MOST_CHANNELS = 2**20
 class DeltaHeads:
     """Heads of the layers of a file."""
 
-    keys: int
-    values: int
-    key_dim: int
-    value_dim: int
+    shape: StateShape
     is_tiled: bool
     """Whether the value heads of a key head are apart."""
 
     def order_values(self, size: int) -> I64:
         """Stored element at every element of the value heads, each of ``size``."""
-        together = self.values // self.keys
-        places = np.arange(self.values).reshape(self.keys, together)
+        keys, values = self.shape.key_heads, self.shape.value_heads
+        places = np.arange(values).reshape(keys, -1)
         if self.is_tiled:
-            places = np.arange(self.values).reshape(together, self.keys).T
+            places = np.arange(values).reshape(-1, keys).T
         return np.asarray((places.reshape(-1, 1) * size + np.arange(size)).reshape(-1))
-
-    def order_channels(self) -> I64:
-        """The same of QKV."""
-        before = 2 * self.keys * self.key_dim
-        values = self.order_values(self.value_dim) + before
-        return np.concatenate([np.arange(before), values])
 
     def find_order(self, part: str) -> I64 | None:
         """Stored row, of ``out_proj`` column, at every one of a tensor of the original, whose name
         ends with ``part``; None for tensors without an order of heads."""
         if part in ("in_proj_qkv.weight", "conv1d.weight"):
-            return self.order_channels()
+            before = self.shape.channels - self.shape.width
+            values = self.order_values(self.shape.value_dim) + before
+            return np.concatenate([np.arange(before), values])
         if part in ("in_proj_z.weight", "out_proj.weight"):
-            return self.order_values(self.value_dim)
+            return self.order_values(self.shape.value_dim)
         if part in ("in_proj_b.weight", "in_proj_a.weight", "dt_bias", "A_log"):
             return self.order_values(1)
         return None
 
     def divide(self, part: str) -> dict[str, I64]:
         """Rows of projections that one of groups of key heads has in it, by the ends of names."""
-        together = self.values // self.keys
+        names: tuple[str, ...]
         if part == "in_proj_ba.weight":
-            pairs = np.arange(2 * self.values).reshape(self.keys, 2, together).swapaxes(0, 1)
-            names, rows = ("b", "a"), [own.reshape(-1) for own in pairs]
+            names, rows, first = ("b", "a"), list_pairs(self.shape), self.shape.value_heads
         elif part == "in_proj_qkvz.weight":
-            key, value = self.key_dim, together * self.value_dim
-            groups = np.arange(2 * self.keys * (key + value)).reshape(self.keys, -1)
-            *channels, gates = np.split(groups, [key, 2 * key, 2 * key + value], axis=1)
-            names = ("qkv", "z")
-            rows = [np.concatenate([own.reshape(-1) for own in channels]), gates.reshape(-1)]
+            names, rows, first = ("qkv", "z"), ungroup(self.shape), self.shape.channels
         else:
             return {}
-        return {f"in_proj_{name}.weight": own for name, own in zip(names, rows, strict=True)}
+        found = np.split(np.asarray(rows, np.int64), [first])
+        return {f"in_proj_{name}.weight": own for name, own in zip(names, found, strict=True)}
 
 
 def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
@@ -257,16 +125,21 @@ def read_delta_heads(metadata: Metadata, is_tiled: bool) -> DeltaHeads | None:
     if not metadata.has("{arch}.ssm.group_count"):
         return None
     count = metadata.read_count
-    values = count("{arch}.ssm.time_step_rank")
-    heads = DeltaHeads(
-        keys=count("{arch}.ssm.group_count"),
-        values=values,
-        key_dim=count("{arch}.ssm.state_size"),
-        value_dim=count("{arch}.ssm.inner_size") // values,
-        is_tiled=is_tiled,
+    values, keys = count("{arch}.ssm.time_step_rank"), count("{arch}.ssm.group_count")
+    key_dim, value_dim = count("{arch}.ssm.state_size"), count("{arch}.ssm.inner_size") // values
+    if values % keys or max(keys, values) * max(key_dim, value_dim) > MOST_CHANNELS:
+        return None
+    shape = StateShape(
+        kind="delta",
+        kernel=1,
+        width=values * value_dim,
+        channels=2 * keys * key_dim + values * value_dim,
+        key_heads=keys,
+        value_heads=values,
+        key_dim=key_dim,
+        value_dim=value_dim,
     )
-    wide = max(heads.keys, heads.values) * max(heads.key_dim, heads.value_dim)
-    return None if heads.values % heads.keys or wide > MOST_CHANNELS else heads
+    return DeltaHeads(shape, is_tiled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,9 @@ def write_gguf(
     ``shards`` bring ``files`` one by one; tensors made before a failure stay for a call with the
     same keys and tensors. Raises `UserError` P523 if it cannot be written, and what pieces
     and shards raise."""
-    head = make_head(keys, tensors)
+    keys = {"general.alignment": write_key("general.alignment", _ALIGNMENT), **keys}
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    head += b"".join([*keys.values(), *_describe(tensors)])
     starts = [_align(len(head)) + place for place in _place_all(tensors)]
     plan = FilePlan(pieces=(Piece(0, head),), size=starts[-1] + tensors[-1].size_bytes)
     parts = [part for tensor in tensors for part in tensor.parts]
@@ -131,12 +133,6 @@ def write_gguf(
             file.finish()
     except OSError as error:
         raise explain_os_error(error, output) from None
-
-
-def make_head(keys: Mapping[str, bytes], tensors: Sequence[NewTensor]) -> bytes:
-    keys = {"general.alignment": write_key("general.alignment", _ALIGNMENT), **keys}
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
-    return head + b"".join([*keys.values(), *_describe(tensors)])
 
 
 def _align(size: int) -> int:

@@ -15,7 +15,15 @@ from typing import Any
 
 from pi2.caches import VARIABLE, replace_file
 from pi2.diagnostics import UserError
-from pi2.importing.checkpoint import PICKLED, Checkpoint, open_checkpoint, open_folder, read_json
+from pi2.importing.checkpoint import (
+    INDEXES,
+    PICKLED,
+    TEMPLATES,
+    Checkpoint,
+    open_checkpoint,
+    open_folder,
+    read_json,
+)
 from pi2.importing.config import Config
 from pi2.importing.families import describe_family, unwrap_config
 from pi2.importing.safetensors_file import measure_header
@@ -28,7 +36,6 @@ _REFERENCE = re.compile(
 )
 _WEIGHTS = (".safetensors", ".gguf", *PICKLED)
 _SMALL = (".json", ".jinja", ".model")
-_TEMPLATES = "additional_chat_templates"
 _MIB = 1024 * 1024
 
 
@@ -107,7 +114,7 @@ def choose_files(
         name: size
         for name, size in files.items()
         if name.endswith(_SMALL)
-        and (name in top or PurePosixPath(name).parent == PurePosixPath(_TEMPLATES))
+        and (name in top or PurePosixPath(name).parent == PurePosixPath(TEMPLATES))
     }
     for ending in _WEIGHTS:
         if ending == ".gguf" and (models := _find_only_gguf(reference, files)):
@@ -344,12 +351,6 @@ def _make_bar(report: Any) -> Any:
     return Bar
 
 
-def find_endpoint() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
-
-
 def _describe_answer(error: Exception) -> str:
     if isinstance(error, _NotTheHub):
         return str(error)
@@ -359,7 +360,7 @@ def _describe_answer(error: Exception) -> str:
 @contextmanager
 def explain_errors(reference: HubReference) -> Iterator[None]:
     import httpx2
-    from huggingface_hub import errors, is_offline_mode
+    from huggingface_hub import constants, errors, is_offline_mode
 
     name, revision = reference.repository, reference.revision
     try:
@@ -405,7 +406,7 @@ def explain_errors(reference: HubReference) -> Iterator[None]:
         # A network that asks to log in, a proxy, a wrong address: a page instead of an answer.
         raise UserError.of(
             "P763",
-            f"what answers at {find_endpoint()} is no hub: {_describe_answer(error)}",
+            f"what answers at {constants.ENDPOINT} is no hub: {_describe_answer(error)}",
             help="open the address in a browser: a network may ask you to log in; look at "
             "HF_ENDPOINT and the proxy",
         ) from None
@@ -424,7 +425,6 @@ def explain_errors(reference: HubReference) -> Iterator[None]:
         ) from None
 
 
-_INDEX = "model.safetensors.index.json"
 _HEADERS = "headers"
 """Folder of the headers that were read: a job that goes on needs no network for them."""
 
@@ -436,7 +436,7 @@ def open_repository(
     others now.  Raises as `fetch_files` and `open_checkpoint`."""
     sizes = repository.sizes
     shards = [name for name in sizes if name.endswith(".safetensors")]
-    if repository.cached is not None or _INDEX not in sizes or len(shards) < 2:
+    if repository.cached is not None or INDEXES[0] not in sizes or len(shards) < 2:
         place = fetch_files(repository, folder, progress)
         models = sorted(name for name in sizes if name.endswith(".gguf"))
         return open_checkpoint(place / models[0] if models else place)

@@ -19,7 +19,7 @@ from pi2.importing.config import Config
 from pi2.importing.decoded_tensor import compute_alike
 from pi2.importing.families import describe_family
 from pi2.importing.gguf_architectures import choose_names, list_suited, name_in_file
-from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
+from pi2.importing.gguf_checkpoint import open_gguf
 from pi2.importing.gguf_keys import describe_keys, describe_vocabulary, list_divisors
 from pi2.importing.gguf_tensors import DeltaHeads
 from pi2.importing.gguf_writer import NewTensor, make_vector, write_gguf, write_key
@@ -34,6 +34,7 @@ from pi2.importing.rows import (
     take_heads,
 )
 from pi2.importing.safetensors_file import SourceTensor
+from pi2.model.states import describe_state
 from pi2.model.tensor import Source
 from pi2.model.tensors import list_sources
 from pi2.plan.documents.family import Architecture
@@ -131,9 +132,9 @@ def _end(name: str) -> str:
 
 
 def _read_heads(model: Model, *, is_tiled: bool) -> DeltaHeads:
-    own = model.recurrence
-    assert own is not None
-    return DeltaHeads(own.key_heads, own.value_heads, own.key_dim, own.value_dim, is_tiled)
+    shape = describe_state(model)
+    assert shape is not None
+    return DeltaHeads(shape, is_tiled)
 
 
 def _change(
@@ -207,7 +208,7 @@ def _shape(name: str, tensors: tuple[SourceTensor, ...], model: Model) -> tuple[
 def arrange_for_llama(source: Checkpoint, model: Model, output: Path) -> Arrangement | None:
     """What llama.cpp's converter would write; None for a model that no architecture states as pi2
     understands its files.  An outline of the file, next to ``output``, is read to know that."""
-    if source.document is not None or isinstance(source, GgufCheckpoint):
+    if source.document is not None or source.has_blocks:
         return None
     for name, own in list_suited(source.config.get("model_type")):
         try:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pi2.caches import show_path
 from pi2.diagnostics import UserError
+from pi2.formats import Packing, list_published
 from pi2.importing.checkpoint import Checkpoint, open_checkpoint, parse_json
 from pi2.importing.config import Config, read_sampling
 from pi2.importing.families import describe_family, list_heads
@@ -118,11 +119,10 @@ def _derive_model(
     model = _validate(config, tables)
     if not has_weights:
         return model, "its metadata says"
-    if has_mxfp4_neurons(checkpoint, model):
-        tables["quantization"] = {"ffn": "mxfp4", "attention": "int8"}
-        model = _validate(config, tables)
-    elif has_ternary_weights(checkpoint, model):
-        tables["quantization"] = {"ffn": "ternary", "attention": "ternary"}
+    own = next((own for own in list_published().values() if _has(checkpoint, model, own)), None)
+    if own is not None:
+        attention = own.name if "projections" in own.uses else "int8"
+        tables["quantization"] = {"ffn": own.name, "attention": attention}
         model = _validate(config, tables)
     return model, f"{file.name} says" if file.suffix == ".json" else "its metadata says"
 
@@ -192,24 +192,22 @@ def find_mtp(checkpoint: Checkpoint, model: Model) -> Model | None:
     return None
 
 
-def has_mxfp4_neurons(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether the checkpoint's neurons, but for layers that are no MoE model, are MXFP4."""
-    blocks = enumerate(model.blocks)
-    layer = next((n for n, own in blocks if model.moe is None or own.ffn.has_router), None)
-    if layer is None:
-        return False
-    keys = [name_part(model, part) for part in ("up", "down")]
-    names = [fill_name(getattr(model.tensors, key), layer, 0) for key in keys]
-    tensors = checkpoint.tensors
-    return all(name in tensors and tensors[name].kind == "mxfp4" for name in names)
-
-
-def has_ternary_weights(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether the matrices of all layers are ternary.
+def _has(checkpoint: Checkpoint, model: Model, packing: Packing) -> bool:
+    """Whether the matrices of all layers have the numbers of ``packing``; of a format of neurons
+    only, an expert's of the first MoE layer.
 
     Raises `UserError` P531, P532 or P535 as `SourceTensor.read`."""
-    found = (checkpoint.tensors.get(name) for name in _name_matrices(model))
-    return all(tensor is not None and tensor.is_ternary() for tensor in found)
+    names = _name_matrices(model) if "projections" in packing.uses else _name_first(model)
+    tensors = [checkpoint.tensors.get(name) for name in names]
+    return bool(tensors) and all(own is not None and own.is_of(packing) for own in tensors)
+
+
+def _name_first(model: Model) -> Iterator[str]:
+    for layer, block in enumerate(model.blocks):
+        if model.moe is None or block.ffn.has_router:
+            for part in ("up", "down"):
+                yield fill_name(getattr(model.tensors, name_part(model, part)), layer)
+            return
 
 
 def _name_matrices(model: Model) -> Iterator[str]:
@@ -292,13 +290,8 @@ def _find_name(config: Config, folder: Path) -> str:
 
 def _match_names(checkpoint: Checkpoint, tables: dict[str, Any]) -> None:
     """Take a prefix away from all names, or put it before, if the checkpoint has them so."""
-    names = Model.model_fields["tensors"].annotation
-    assert names is not None
-    patterns: dict[str, str] = {
-        key: field.default
-        for key, field in names.model_fields.items()
-        if isinstance(field.default, str) and key not in (*TENSOR_OPTIONS, "head")
-    }
+    left = (*TENSOR_OPTIONS, "head")
+    patterns = {key: own for key, own in Tensors() if isinstance(own, str) and key not in left}
     stated = {key: value for key, value in tables["tensors"].items() if key not in TENSOR_OPTIONS}
     patterns |= stated
     embedding, head = patterns["embedding"], stated.get("head")
@@ -400,14 +393,10 @@ def _describe_tokenizer(checkpoint: Checkpoint, config: Config) -> dict[str, Any
     turn = _find_turn_end(checkpoint)
     if turn is not None and turn not in ends:
         ends.append(turn)
-    tokenizer: dict[str, Any] = {"eos": ends}
-    if config.has("bos_token_id") and config.read("bos_token_id", int) >= 0:
-        bos = config.read("bos_token_id", int)
+    bos, vocab = config.read("bos_token_id", int, -1), config.read("vocab_size", int)
+    tokenizer: dict[str, Any] = {"eos": [token for token in ends if 0 <= token < vocab]}
+    if 0 <= bos < vocab:
         tokenizer |= {"bos": bos, "add_bos": _begins_with(checkpoint, bos)}
-    vocab = config.read("vocab_size", int)
-    if "bos" in tokenizer and tokenizer["bos"] >= vocab:
-        del tokenizer["bos"], tokenizer["add_bos"]
-    tokenizer["eos"] = [token for token in ends if 0 <= token < vocab]
     return tokenizer
 
 

@@ -11,7 +11,7 @@ from pi2.arrays import I32
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.importing.checkpoint import Checkpoint, check_weights
 from pi2.importing.decoded_tensor import unfold_norm
-from pi2.importing.requirements import Requirement, describe_shape_problem, raise_findings
+from pi2.importing.requirements import describe_shape_problem, raise_findings
 from pi2.importing.rows import make_same, pick_rows
 from pi2.importing.safetensors_file import SourceTensor, list_safetensors, list_torch_file
 from pi2.model.tensor import fill_name
@@ -26,7 +26,8 @@ def list_predictor_files(place: Path) -> list[Path]:
     """Predictor files by layer: the given one, or PowerInfer's in a folder; `UserError` P533."""
     if not place.is_dir():
         return [place]
-    found = [(int(match[1]), file) for file in place.iterdir() if (match := _match(file))]
+    named = ((_NAME.fullmatch(file.name), file) for file in place.iterdir())
+    found = [(int(match[1]), file) for match, file in named if match is not None]
     if not found:
         raise UserError.of(
             "P533",
@@ -54,7 +55,7 @@ def list_powerinfer_predictors(
     names = model.tensors
     found: dict[str, SourceTensor] = {}
     for file in list_predictor_files(folder):
-        match = _match(file)
+        match = _NAME.fullmatch(file.name)
         assert match is not None
         layer = int(match[1])
         parts = list_torch_file(file)
@@ -67,10 +68,6 @@ def list_powerinfer_predictors(
         if "fc2.weight" in parts:
             found[fill_name(names.predictor_out, layer)] = parts["fc2.weight"]
     return found
-
-
-def _match(file: Path) -> re.Match[str] | None:
-    return _NAME.fullmatch(file.name)
 
 
 _HELP = "give their file with --predictors, or remove [predictor] from the model document"
@@ -193,14 +190,10 @@ def _find_expert(
     if inner is None or outer is None:
         return None
     rank = inner.shape[0] if inner.shape else 0
-    shapes: list[tuple[str, SourceTensor | None, tuple[int, ...]]] = [
-        ("predictor_in", inner, (max(rank, 1), model.neuron_width)),
-        ("predictor_out", outer, (shape.ffn, rank)),
-        ("predictor_bias", bias, (shape.ffn,)),
-    ]
+    sizes = (max(rank, 1), model.neuron_width), (shape.ffn, rank), (shape.ffn,)
     wrong = [
-        describe_shape_problem(tensor, Requirement(key=key, name=tensor.name, shape=size))
-        for key, tensor, size in shapes
+        describe_shape_problem(tensor, size)
+        for tensor, size in zip((inner, outer, bias), sizes, strict=True)
         if tensor is not None and tensor.shape != size
     ]
     findings += wrong

@@ -8,6 +8,7 @@ checkpoint, metadata are the model's document and the small files of the folder.
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,13 +19,12 @@ import numpy as np
 
 from pi2.arrays import F32, U8, Raw
 from pi2.caches import open_stream
-from pi2.formats import Format, find_format, list_packings
-from pi2.importing.checkpoint import Checkpoint
+from pi2.formats import Format, find_format, list_formats, list_packings
+from pi2.importing.checkpoint import TEMPLATES, Checkpoint
 from pi2.importing.convert import explain_weight, map_in_order
 from pi2.importing.gguf_architectures import list_suited, name_in_file
-from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN, TEMPLATES, GgufCheckpoint
-from pi2.importing.gguf_file import GgufFile, read_gguf
-from pi2.importing.gguf_tensors import GgufTensor, make_tensor
+from pi2.importing.gguf_checkpoint import DOCUMENT, FILES, OWN
+from pi2.importing.gguf_file import GgufFile, GgufTensor, read_gguf
 from pi2.importing.gguf_writer import (
     NewTensor,
     Part,
@@ -52,8 +52,6 @@ _REPLACED = re.compile(r"general\.(alignment|file_type|quantization_version)|spl
 _PIECE_WEIGHTS = 2**19
 """Weights that a thread quantises at once."""
 _COPY_BYTES = 2**24
-_FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32, "mxfp4": 38}
-"""What ``general.file_type`` calls files most of whose matrices have a format."""
 _PLAIN_TYPES = {"F64": "f32", "F32": "f32", "F16": "f16", "BF16": "bf16"}
 _FEW_BITS = 5.0
 """Of a weight, scales included, in checkpoints of 4 bits."""
@@ -116,7 +114,7 @@ def quantize_checkpoint(
         work = _Work(source, importance, errors, pool, report)
         wanted = None if wish.mixture is None else MIXTURES[wish.mixture]
         models = _list_models(source, model)
-        if isinstance(source, GgufCheckpoint) and not wish.arranges:
+        if source.has_blocks and not wish.arranges:
             formats = dict[str, str]()
             shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
             for own in models if not wish.keeps else ():
@@ -162,7 +160,7 @@ def _arrange(source: Checkpoint, models: Sequence[Model], output: Path) -> Arran
 def name_matrices(source: Checkpoint, model: Model, output: Path, wish: Wish) -> Mapping[str, str]:
     """What importance matrices call tensors of the file that ``wish`` makes, by their names in it;
     equal names are left out."""
-    if isinstance(source, GgufCheckpoint) and not wish.arranges:
+    if source.has_blocks and not wish.arranges:
         return {}
     made = _arrange(source, _list_models(source, model), output)
     return {own.name: own.matrix for own in made.laid}
@@ -180,10 +178,10 @@ def choose_all(made: Arrangement, wanted: Mixture | None, *, keeps: bool) -> dic
 
 
 def _number_type(tensors: Sequence[NewTensor]) -> int:
-    sizes: dict[str, int] = {}
+    sizes = Counter[Format]()
     for tensor in tensors:
-        sizes[tensor.format.name] = sizes.get(tensor.format.name, 0) + tensor.size_bytes
-    return _FILE_TYPES.get(max(sizes, key=sizes.__getitem__), 1)
+        sizes[tensor.format] += tensor.size_bytes
+    return max(sizes, key=sizes.__getitem__).file_type
 
 
 def arrange(source: Checkpoint, models: Sequence[Model]) -> Arrangement:
@@ -227,12 +225,12 @@ def keep_format(own: Laid, other: str) -> str:
         kept = tensor.block.name
     elif tensor.kind == "stored":
         kept = _PLAIN_TYPES.get(tensor.dtype)
-    elif tensor.kind == "mxfp4":
-        kept = "mxfp4"
+    elif tensor.kind in list_formats() and find_format(tensor.kind).can_encode:
+        kept = tensor.kind
     if kept is None:
         raw = tensor.read_raw(0, 1)
-        codes = (("int4", "q4_0"), ("int8", "q8_0"))
-        kept = next((like for name, like in codes if tensor.take_codes(raw, name)), None)
+        codes = (each for each in list_packings().values() if each.has_group_codes)
+        kept = next((each.like for each in codes if tensor.take_codes(raw, each.name)), None)
     if kept is None:
         bits = 8 * tensor.size_bytes / prod(own.shape)
         kept = "q4_k" if bits <= _FEW_BITS else "q8_0" if bits <= 2 * _FEW_BITS else "bf16"
@@ -272,13 +270,13 @@ class _Work:
         """Tensors of GGUF files, which keep names and order, and bytes that are few enough."""
         tensors = []
         for file in files:
-            for name, entry in file.entries.items():
-                tensor, shape = make_tensor(file, entry), entry.shape
+            for name, tensor in file.entries.items():
+                shape = tensor.shape
                 wanted = find_format(fit_width(formats.get(name, "f32"), shape[-1]))
-                bits = 8 * entry.block.block_bytes * wanted.block, 8 * wanted.block_bytes
-                if len(shape) < 2 or bits[0] <= bits[1] * entry.block.block:
+                bits = 8 * tensor.block.block_bytes * wanted.block, 8 * wanted.block_bytes
+                if len(shape) < 2 or bits[0] <= bits[1] * tensor.block.block:
                     parts = (Part(tensor, tensor.size_bytes, self._keep(tensor)),)
-                    own = NewTensor(name=name, shape=shape, format=entry.block, parts=parts)
+                    own = NewTensor(name=name, shape=shape, format=tensor.block, parts=parts)
                     tensors.append(own)
                     continue
                 rows = (replace(tensor, shape=(prod(shape[:-1]), shape[-1])),)
@@ -365,7 +363,7 @@ def take_blocks_of(rows: SourceTensor, raw: Raw, wanted: Format) -> U8 | None:
         is_same = rows.block.name == wanted.name and raw.dtype == np.uint8
         return raw.view(np.uint8) if is_same and not rows.added and rows.factor is None else None
     like = next((own for own in list_packings().values() if own.like == wanted.name), None)
-    if like is None or like.scaled != "groups" or like.top == 0 or raw.ndim != 2:
+    if like is None or not like.has_group_codes or raw.ndim != 2:
         return None
     taken = rows.take_codes(raw, like.name)
     if taken is None or taken[1] is None:

@@ -17,7 +17,6 @@ Source: Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 
 (arXiv 2402.17764), section 2."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,20 @@ from pi2.importing.decoded_tensor import (
     EXPONENTS,
     FLOATS,
     MOST_EXPERTS,
-    MX_GROUP,
     SCALE_TYPES,
     DecodedTensor,
     ScaledCodes,
     Tensors,
     count_words,
-    decode_four_bits,
-    decode_groups,
     decode_scaled,
     find_block,
     multiply_columns,
     read_array,
+    read_columns,
+    read_inputs,
     read_numbers,
+    read_outputs,
+    read_pairs,
     read_scales,
     refuse_shape,
     take_matrix,
@@ -68,6 +68,49 @@ def read_fp8(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
     return decoded
 
 
+_MX_GROUP, _NV_GROUP = 32, 16
+
+
+def _decode_groups(
+    name: str,
+    codes: SourceTensor,
+    scales: SourceTensor,
+    factor: SourceTensor | None = None,
+    *,
+    divides: bool = False,
+) -> DecodedTensor:
+    """4-bit floats, bytes [rows, columns / 2], with a scale for each group [rows, groups]: an
+    exponent, or an 8-bit float that the tensor's own ``factor`` multiplies, or ``divides``."""
+    shape, value = (codes.shape[0], 2 * codes.shape[1]), np.float32(1)
+    if factor is not None:
+        stated = float(read_array(factor).reshape(-1)[0])
+        value = np.float32(1.0 / stated if divides and stated else stated)
+    made = ScaledCodes(
+        shape=shape,
+        codes=partial(read_pairs, codes),
+        scales=lambda start, stop: read_scales(scales, start, stop) * value,
+        block=(1, shape[1] // scales.shape[1]),
+    )
+    return made.make(name, codes, scales, factor, kind="mxfp4" if factor is None else "nvfp4")
+
+
+def _decode_four_bits(
+    tensors: Tensors, name: str, codes_name: str, global_name: str, *, divides: bool
+) -> DecodedTensor:
+    """A matrix of packed 4-bit floats; ``divides``: whether the tensor's own scale divides the
+    groups' scales, instead of multiplying."""
+    codes, (rows, half) = take_matrix(tensors, codes_name, ("U8",))
+    found = tensors.get(f"{name}_scale")
+    is_nv = found is not None and found.dtype == "F8_E4M3"
+    group = _NV_GROUP if is_nv else _MX_GROUP
+    if 2 * half % group:
+        raise refuse_shape(codes, (rows, -(-2 * half // group) * group // 2))
+    types = ("F8_E4M3",) if is_nv else EXPONENTS
+    scales = take_part(tensors, f"{name}_scale", (rows, 2 * half // group), types)
+    whole = take_part(tensors, global_name, dtypes=FLOATS) if is_nv else None
+    return _decode_groups(name, codes, scales, whole, divides=divides)
+
+
 def read_mxfp4(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
     """gpt-oss: ``NAME_blocks`` and ``NAME_scales`` are experts ``NAME.0``, ``NAME.1`` and so on."""
     decoded = dict(tensors)
@@ -76,22 +119,16 @@ def read_mxfp4(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
             continue
         base, shape = name.removesuffix("_blocks"), tensor.shape
         codes = take_part(tensors, name, dtypes=("U8",))
-        if len(shape) != 4 or shape[3] != MX_GROUP // 2 or not 1 <= shape[0] <= MOST_EXPERTS:
-            raise refuse_shape(tensor, (-1, -1, -1, MX_GROUP // 2))
+        if len(shape) != 4 or shape[3] != _MX_GROUP // 2 or not 1 <= shape[0] <= MOST_EXPERTS:
+            raise refuse_shape(tensor, (-1, -1, -1, _MX_GROUP // 2))
         scales = take_part(tensors, f"{base}_scales", shape[:3], EXPONENTS)
         widths = shape[2] * shape[3], shape[2]
         for expert in range(shape[0]):
-            parts = map(_take_expert, (codes, scales), (expert, expert), widths)
-            whole = decode_groups(f"{base}.{expert}", *parts)
+            pairs = zip((codes, scales), widths, strict=True)
+            parts = (own.cut(expert, shape=(shape[1], width)) for own, width in pairs)
+            whole = _decode_groups(f"{base}.{expert}", *parts)
             decoded[whole.name] = TurnedTensor.of(whole, shape=whole.shape[::-1])
     return decoded
-
-
-def _take_expert(stack: SourceTensor, expert: int, width: int) -> SourceTensor:
-    """A matrix of ``width`` columns of a tensor [experts, rows, ...]."""
-    size = stack.size_bytes // stack.shape[0]
-    place = stack.offset + expert * size
-    return replace(stack, shape=(stack.shape[1], width), offset=place, size_bytes=size)
 
 
 def read_modelopt(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
@@ -108,7 +145,7 @@ def read_modelopt(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]
         elif scales.dtype in FLOATS:
             matrix = _decode_pairs_of_rows(tensors, name)
         else:
-            matrix = decode_four_bits(tensors, name, name, f"{name}_scale_2", divides=False)
+            matrix = _decode_four_bits(tensors, name, name, f"{name}_scale_2", divides=False)
         own = f"{name.removesuffix('weight')}pre_quant_scale"
         if own in tensors:
             factors = take_part(tensors, own, matrix.shape[1:], FLOATS)
@@ -163,7 +200,7 @@ def read_compressed(settings: Config, tensors: Tensors) -> dict[str, SourceTenso
             base = name.removesuffix("_packed")
             if tensor.dtype == "U8":
                 whole = f"{base}_global_scale"
-                decoded[base] = decode_four_bits(tensors, base, name, whole, divides=True)
+                decoded[base] = _decode_four_bits(tensors, base, name, whole, divides=True)
             else:
                 decoded[base] = _decode_packed(tensors, base, widths)
         elif name.endswith(".weight") and tensor.dtype in ("F8_E4M3", "I8"):
@@ -240,10 +277,6 @@ def _decode_packed(tensors: Tensors, base: str, widths: list[int]) -> SourceTens
     return made.make(base, codes, shape_tensor, scales, zeros)
 
 
-_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Place in a word of each of 8 neighbours."""
-
-
 def read_gptq(settings: Config, tensors: Tensors) -> dict[str, SourceTensor]:
     """GPTQ of 2, 4 or 8 bits, with inputs in any order."""
     bits = settings.read("bits", int, 4)
@@ -292,43 +325,19 @@ def _decode_all(
         groups = None
         if not packs_outputs and f"{base}.g_idx" in tensors:
             groups = take_part(tensors, f"{base}.g_idx", (inputs,), ("I32", "I64"))
-        read_zeros = partial(_read_outputs, zeros, bits, offset_of_zeros, packs_outputs)
+        read_zeros = partial(read_outputs, zeros, bits, offset_of_zeros, packs_outputs)
         made = ScaledCodes(
             shape=(outputs, inputs),
-            codes=partial(_read_outputs, codes, bits, 0, True)
+            codes=partial(read_outputs, codes, bits, 0, True)
             if packs_outputs
-            else partial(_read_inputs, codes, bits, inputs),
-            scales=partial(_read_columns, scales),
+            else partial(read_inputs, codes, bits, inputs),
+            scales=partial(read_columns, scales),
             block=(1, size),
             zeros=read_zeros,
             groups=groups,
         )
         decoded[f"{base}.weight"] = made.make(f"{base}.weight", codes, zeros, scales)
     return decoded
-
-
-def _read_outputs(
-    tensor: SourceTensor, bits: int, offset: int, is_mixed: bool, start: int, stop: int
-) -> F32:
-    """Codes [n, m] of outputs of words [m, words of outputs], each with ``offset`` more."""
-    per_word = 32 // bits
-    first, last = start // per_word, -(-stop // per_word)
-    words = np.ascontiguousarray(read_array(tensor)[:, first:last])
-    codes = unpack(words, bits, words.shape[1] * per_word)
-    if is_mixed:
-        codes = codes.reshape(len(words), -1, 8)[:, :, _AWQ_PLACES].reshape(len(words), -1)
-    own = codes[:, start - first * per_word : stop - first * per_word] + np.int32(offset)
-    return np.asarray(own.T, np.float32)
-
-
-def _read_inputs(tensor: SourceTensor, bits: int, inputs: int, start: int, stop: int) -> F32:
-    """Codes [n, inputs] of words of inputs [words, outputs]."""
-    words = np.ascontiguousarray(read_array(tensor)[:, start:stop].T)
-    return unpack(words, bits, inputs).astype(np.float32)
-
-
-def _read_columns(tensor: SourceTensor, start: int, stop: int) -> F32:
-    return np.asarray(read_array(tensor)[:, start:stop].T, np.float32)
 
 
 _PARTS = 4

@@ -16,10 +16,10 @@ from typing import Literal
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I8, U8, Scales
+from pi2.arrays import F16, F32, U8, Scales
 from pi2.caches import is_gguf, read_regular
 from pi2.diagnostics import UserError
-from pi2.formats import find_packing
+from pi2.formats import Packing, find_packing
 from pi2.formats.fitting import fit_scales, list_tiles, turn_groups
 from pi2.importing.gguf_file import read_gguf
 from pi2.plan.weights.layout import GROUP, Precision
@@ -65,14 +65,10 @@ class ErrorReport:
         ]
 
 
-_INT4 = find_packing("int4")
-BOTTOM, TOP = -_INT4.offset, _INT4.top
-
-
 def quantize_by_search(
     rows: F32, precision: Precision, importance: F32 | None = None
 ) -> tuple[U8, Scales | None]:
-    """Quantise ``rows`` as `Packing.quantize`, with ``importance`` [length]; only int4 gains."""
+    """Quantise ``rows`` as `Packing.quantize`, with ``importance`` [length]."""
     packing = find_packing(precision)
     if not packing.is_searched:
         return packing.quantize(rows)
@@ -81,14 +77,17 @@ def quantize_by_search(
     weights = None if importance is None else importance.reshape(length // GROUP, GROUP)
     scales = np.empty((count, length // GROUP), np.float16)
     for own in list_tiles(count, length):
-        scales[own] = find_scales(groups[own], weights)
+        scales[own] = find_scales(groups[own], packing, weights)
     if not np.isfinite(scales).all():
         packing.quantize(rows)  # says what is wrong
-    codes = round_groups(groups, scales).reshape(count, length)
-    return _INT4.pack(codes), scales
+    wide = scales.astype(np.float32)[..., None]
+    # A scale of 0 stands for zeros.
+    codes = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
+    codes = np.clip(np.rint(codes), -packing.offset, packing.top)
+    return packing.pack(codes.astype(np.int8).reshape(count, length)), scales
 
 
-def find_scales(groups: F32, importance: F32 | None) -> F16:
+def find_scales(groups: F32, packing: Packing, importance: F32 | None) -> F16:
     """Best scales float16 [n, g] for ``groups`` [n, g, 32]; ``importance`` [g, 32]."""
     count, per_row, length = groups.shape
     columns = turn_groups(groups, length)
@@ -96,15 +95,8 @@ def find_scales(groups: F32, importance: F32 | None) -> F16:
     if importance is not None:
         weights[:] = np.tile(importance.T, (1, count))
     with np.errstate(over="ignore", invalid="ignore"):
-        scales = fit_scales(columns, weights, BOTTOM, TOP)
+        scales = fit_scales(columns, weights, -packing.offset, packing.top)
         return np.asarray(scales.reshape(count, per_row), np.float16)
-
-
-def round_groups(groups: F32, scales: F16) -> I8:
-    """Nearest codes int8 [n, g, 32]; a scale of 0 stands for zeros."""
-    wide = scales.astype(np.float32)[..., None]
-    codes = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
-    return np.clip(np.rint(codes), BOTTOM, TOP).astype(np.int8)
 
 
 DAMPING = 0.01
@@ -122,8 +114,11 @@ def prepare_moments(moments: F32) -> F32:
     return np.ascontiguousarray(factor, np.float32)
 
 
-def quantize_with_compensation(rows: F32, factor: F32, importance: F32) -> tuple[U8, F16]:
-    """Quantise ``rows`` to int4 with ``factor`` [length, length] and ``importance``; ValueError."""
+def quantize_with_compensation(
+    rows: F32, precision: Precision, factor: F32, importance: F32
+) -> tuple[U8, F16]:
+    """Quantise ``rows`` with ``factor`` [length, length] and ``importance``; ValueError."""
+    packing = find_packing(precision)
     count, length = rows.shape
     rest = rows.copy()
     codes = np.empty((count, length), np.int8)
@@ -131,7 +126,7 @@ def quantize_with_compensation(rows: F32, factor: F32, importance: F32) -> tuple
     for group in range(length // GROUP):
         first, end = group * GROUP, (group + 1) * GROUP
         block = rest[:, first:end]
-        own = find_scales(block[:, None], importance[None, first:end])[:, 0]
+        own = find_scales(block[:, None], packing, importance[None, first:end])[:, 0]
         if not np.isfinite(own).all() or not np.isfinite(block).all():
             raise ValueError("a weight is not a finite number or does not fit into fp16")
         scales[:, group] = own
@@ -140,13 +135,13 @@ def quantize_with_compensation(rows: F32, factor: F32, importance: F32) -> tuple
         errors = np.empty((count, GROUP), np.float32)
         for place in range(GROUP):
             column = first + place
-            code = np.clip(np.rint(block[:, place] * reciprocal), BOTTOM, TOP)
+            code = np.clip(np.rint(block[:, place] * reciprocal), -packing.offset, packing.top)
             codes[:, column] = code
             error = (block[:, place] - code * wide) / factor[column, column]
             errors[:, place] = error
             block[:, place + 1 :] -= error[:, None] * factor[column, column + 1 : end]
         rest[:, end:] -= errors @ factor[first:end, end:]
-    return _INT4.pack(codes), scales
+    return packing.pack(codes), scales
 
 
 Method = Literal["nearest", "search", "compensated"]
@@ -218,7 +213,7 @@ class Quantizer:
         importance, factor = self._prepare(ffn_layer, rows.shape[1])
         if self.method == "search" or factor is None:
             return quantize_by_search(rows, precision, importance)
-        return quantize_with_compensation(rows, factor, importance)
+        return quantize_with_compensation(rows, precision, factor, importance)
 
     def _read_moments(self, layer: int, length: int) -> tuple[F32, F32 | None]:
         assert self._statistics is not None
@@ -295,9 +290,9 @@ def read_imatrix(file: Path) -> Importance:
         raise refuse_imatrix(file, error.strerror or "it cannot be read") from None
     except (ValueError, struct.error, UnicodeDecodeError):
         raise refuse_imatrix(file, "it is cut, or not a file of llama-imatrix") from None
-    broken = next((name for name, own in sums.items() if not _is_sound(own)), None)
-    if broken is not None:
-        raise refuse_imatrix(file, f"numbers of {broken} are negative or not finite")
+    for name, own in sums.items():
+        if not (np.isfinite(own) & (own >= 0)).all():
+            raise refuse_imatrix(file, f"numbers of {name} are negative or not finite")
     if not sums:
         raise refuse_imatrix(file, "it has no matrix")
     return Importance(file=file, sums=sums)
@@ -309,10 +304,6 @@ def refuse_imatrix(file: Path, problem: str) -> UserError:
         f"{file} is not an importance matrix of this model: {problem}",
         help="make it with `llama-imatrix -m MODEL -f TEXT -o FILE` from the same model",
     )
-
-
-def _is_sound(numbers: F32) -> bool:
-    return bool(np.isfinite(numbers).all() and (numbers >= 0).all())
 
 
 def _read_old(content: bytes) -> dict[str, F32]:
@@ -342,10 +333,7 @@ def _read_sums(file: Path) -> dict[str, F32]:
             continue
         if entry.block.name != "f32" or counts.block.name != "f32":
             raise ValueError
-        sums, calls = (
-            np.fromfile(file, "<f4", own.size_bytes // 4, offset=own.offset)
-            for own in (entry, counts)
-        )
-        rows = sums.reshape(len(calls), -1) / np.maximum(calls, 1)[:, None]
+        calls = counts.read().reshape(-1, 1)
+        rows = entry.read().reshape(len(calls), -1) / np.maximum(calls, 1)
         found[name.removesuffix(_SUMS)] = np.asarray(rows.reshape(-1), np.float32)
     return found

@@ -13,9 +13,8 @@ from pi2.diagnostics import Diagnostic, UserError
 from pi2.formats import find_packing, list_packings, name_packings
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.config import TABLE
-from pi2.importing.gguf_checkpoint import GgufCheckpoint
+from pi2.importing.gguf_file import GgufTensor
 from pi2.importing.gguf_metadata import ModelNames
-from pi2.importing.gguf_tensors import GgufTensor
 from pi2.importing.safetensors_file import SourceTensor
 from pi2.model.ffn import list_neuron_sources
 from pi2.model.tensor import Place, Source, fill_name, match_name
@@ -36,7 +35,7 @@ def keep_bits(checkpoint: Checkpoint, model: Model) -> Model:
     Gate and up rows of one format are kept block by block, of Q4_0 as int4, which has their codes
     and scales. Other blocks, and down projections whose blocks run across neurons, get 8 bits;
     blocks with more bits get fp16, the widest that stores have."""
-    if not isinstance(checkpoint, GgufCheckpoint):
+    if not checkpoint.has_blocks:
         return model
     own, formats = model.quantization, _list_formats(checkpoint, model)
     kept_as = {find_packing(name).like: name for name in name_packings("gates")}
@@ -207,7 +206,7 @@ def find_tensor_problem(
             help=f"check tensors.{need.key} and the shape in the model document",
         )
     if drop_ones(tensor.shape) != drop_ones(need.shape):
-        return describe_shape_problem(tensor, need, says)
+        return describe_shape_problem(tensor, need.shape, says)
     return None
 
 
@@ -221,14 +220,14 @@ def drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def describe_shape_problem(
-    tensor: SourceTensor, need: Requirement, says: str = _DOCUMENT
+    tensor: SourceTensor, shape: tuple[int, ...], says: str = _DOCUMENT
 ) -> Diagnostic:
     """A P534 that names file, tensor and both shapes."""
     return Diagnostic(
         code="P534",
         message=(
             f"tensor {tensor.name!r} in {tensor.file} has the shape {list(tensor.shape)}, "
-            f"{says} {list(need.shape)}"
+            f"{says} {list(shape)}"
         ),
         help="correct the shape there, or give another checkpoint",
     )

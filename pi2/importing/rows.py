@@ -9,13 +9,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from pi2.arrays import F16, F32, F64, I32, I64, U8, Raw
+from pi2.arrays import F32, F64, I32, I64, Raw
 from pi2.importing.decoded_tensor import DecodedTensor, compute_alike
 from pi2.importing.gguf_tensors import RateLogarithms
 from pi2.importing.safetensors_file import SourceTensor, TurnedTensor, ViewTensor
@@ -23,7 +23,6 @@ from pi2.model.attention import Attention, list_fused_heads
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
 from pi2.plan.documents.model import Model
-from pi2.plan.weights.layout import Precision
 
 _KEPT_EXPERTS = 2 * (os.cpu_count() or 1) + 2
 """Experts that pieces which are packed at the same time may need."""
@@ -66,20 +65,14 @@ def is_by_expert(order: I32, neurons: int) -> bool:
     return bool((owners[1:] >= owners[:-1]).all())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertTensor(ViewTensor):
+def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
     """One expert's part of a tensor of all experts, [experts, ...]."""
 
-    expert: int
+    def take(start: int, stop: int) -> F32:
+        return whole.read(expert, expert + 1)[0, start:stop]
 
-    def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
-        found: Raw = self.stored.read_raw(self.expert, self.expert + 1)[0]
-        return found[start:stop]
-
-
-def take_expert(whole: SourceTensor, expert: int) -> SourceTensor:
     size, name = whole.size_bytes // whole.shape[0], f"{whole.name}[{expert}]"
-    return ExpertTensor.of(whole, name=name, shape=whole.shape[1:], size_bytes=size, expert=expert)
+    return replace(compute_alike(whole, whole.shape[1:], take), name=name, size_bytes=size)
 
 
 def fill_heads(
@@ -140,9 +133,6 @@ class PickedTensor(ViewTensor):
 
     def read_turned(self) -> Raw:
         return _fill(self.stored.read_turned()[self.index], self.missing)
-
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        return self.stored.take_codes(raw, precision)
 
 
 def _fill(raw: Raw, missing: int) -> Raw:

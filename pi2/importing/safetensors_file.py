@@ -14,25 +14,29 @@ import pickle
 import re
 import struct
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from pi2.arrays import F16, F32, U8, Raw
 from pi2.caches import check_regular, open_stream
 from pi2.diagnostics import UserError
+from pi2.formats import Packing
 from pi2.plan.weights.layout import Precision
 from pi2.reads import read_weights
 
 _STORAGE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _TILE = 128
-Kind = Literal["stored", "ternary", "mxfp4", "nvfp4", "computed"]
-"""Of numbers: as the file has them, in the type ``dtype``; -1, 0 and 1 times one scale; 4-bit
-floats with a scale for each group; or any other."""
+Kind = str
+"""Of numbers: ``stored``, as the file has them, in the type ``dtype``; the name of a format of
+blocks, or of packed vectors, that holds them; or ``computed``, any other."""
+Taken = tuple[U8, F16 | None] | None
+"""Packed weights and scales of rows that a checkpoint has just so; None of all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,12 @@ class SourceTensor:
     offset: int
     """Byte of the tensor's first element in the file."""
     size_bytes: int
+
+    def cut(self, number: int, **own: Any) -> Self:
+        """Part ``number`` of a stack [parts, ...], with values of its ``own``."""
+        size = self.size_bytes // self.shape[0]
+        kept = {"shape": self.shape[1:], "size_bytes": size}
+        return replace(self, **{**kept, "offset": self.offset + number * size, **own})
 
     def read_raw(self, start: int = 0, stop: int | None = None) -> Raw:
         """Rows as stored [rows, ...], bfloat16 as uint16, scalars as [1]; P535, P532."""
@@ -100,12 +110,12 @@ class SourceTensor:
     def kind(self) -> Kind:
         return "stored"
 
-    def is_ternary(self) -> bool:
-        """Whether its numbers are -1, 0 and 1 times one scale, as far as its format tells; of GGUF
-        files, as far as the numbers do.  Raises `UserError` as `read`."""
-        return self.kind == "ternary"
+    def is_of(self, packing: Packing) -> bool:
+        """Whether ``packing`` holds its numbers, as far as its format tells; of GGUF files, as far
+        as the numbers do.  Raises `UserError` as `read`."""
+        return self.kind == packing.name
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
         """Packed weights and scales of rows that are quantised already just as the store does it;
         None for all others, which is what every plain number is."""
         return None
@@ -131,6 +141,9 @@ class ViewTensor(SourceTensor):
     def kind(self) -> Kind:
         return self.stored.kind
 
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
+        return self.stored.take_codes(raw, precision)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnedTensor(ViewTensor):
@@ -141,9 +154,6 @@ class TurnedTensor(ViewTensor):
 
     def read_turned(self) -> Raw:
         return self.stored.read_raw()
-
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
-        return self.stored.take_codes(raw, precision)
 
 
 def turn(matrix: Raw) -> Raw:
@@ -177,7 +187,9 @@ def measure_header(path: Path, prefix: bytes, size: int) -> int:
     return header_bytes
 
 
-def parse_safetensors(path: Path, start: bytes, size: int) -> dict[str, SourceTensor]:
+def parse_safetensors(
+    path: Path, start: bytes, size: int, make: Callable[..., SourceTensor] = SourceTensor
+) -> dict[str, SourceTensor]:
     """Tensors of a file by name from ``start``, 8 bytes and header; `UserError` P532, P536."""
     header_bytes = measure_header(path, start[:8], size)
     try:
@@ -190,7 +202,7 @@ def parse_safetensors(path: Path, start: bytes, size: int) -> dict[str, SourceTe
         raise _bad_file(path, "its header is not a table of tensors")
     data_start = 8 + header_bytes
     tensors = {
-        name: _read_entry(path, name, entry, data_start, size)
+        name: make(file=path, name=name, **_read_entry(path, name, entry, data_start, size))
         for name, entry in header.items()
         if name != "__metadata__"
     }
@@ -211,7 +223,8 @@ def _reject_twins(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> SourceTensor:
+def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> dict[str, Any]:
+    """Type and place of a tensor."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]
@@ -228,14 +241,8 @@ def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -
     storage = _STORAGE.get(dtype)
     if storage is not None and math.prod(shape) * np.dtype(storage).itemsize != end - begin:
         raise _bad_file(path, f"tensor {name!r} has not the bytes that its shape needs")
-    return SourceTensor(
-        file=path,
-        name=name,
-        dtype=dtype,
-        shape=tuple(shape),
-        offset=data_start + begin,
-        size_bytes=end - begin,
-    )
+    place = {"offset": data_start + begin, "size_bytes": end - begin}
+    return {"dtype": dtype, "shape": tuple(shape), **place}
 
 
 def refuse_export(code: str, problem: str) -> UserError:
@@ -384,12 +391,7 @@ class StreamedTensor(SourceTensor):
 def list_streamed(file: Path, shards: Shards) -> dict[str, SourceTensor]:
     """Tensors of a file that may be elsewhere, by name; raises as `parse_safetensors`."""
     header, size = shards.read_header(file)
-    return {
-        name: StreamedTensor(
-            **{field.name: getattr(tensor, field.name) for field in fields(tensor)}, shards=shards
-        )
-        for name, tensor in parse_safetensors(file, header, size).items()
-    }
+    return parse_safetensors(file, header, size, partial(StreamedTensor, shards=shards))
 
 
 def list_files(part: object) -> set[Path]:

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from pi2.arrays import F16, F32, I64, U8, Raw
+from pi2.arrays import F32, I64, Raw
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
-from pi2.formats import find_packing
+from pi2.formats import find_packing, list_published
 from pi2.importing.checkpoint import Checkpoint
 from pi2.importing.decoded_tensor import DecodedTensor
+from pi2.importing.gguf_tensors import JoinedHeads
 from pi2.importing.rows import Kept, make_plain
-from pi2.importing.safetensors_file import Kind, SourceTensor
+from pi2.importing.safetensors_file import Kind, SourceTensor, Taken
 from pi2.model.ffn import find_factors, find_neurons
 from pi2.model.tensor import DenseTensor, Place, Source, split_mixer_kind, split_name
 from pi2.model.tensors import list_tensors
@@ -64,7 +65,7 @@ class StoredRows(SourceTensor):
     def kind(self) -> Kind:
         return "stored" if self.stored[0].precision in (None, "fp16") else "computed"
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
         places = self.places[raw[:, 0]]
         stored = self.stored[int(places[0, 0])]
         is_same = stored.precision == precision and stored.length == self.shape[1]
@@ -94,9 +95,10 @@ class StoredNeurons(SourceTensor):
     @property
     def kind(self) -> Kind:
         precision = self.layer.layout.parts[self.part].precision
-        return "stored" if precision == "fp16" else "mxfp4" if precision == "mxfp4" else "computed"
+        is_plain = find_packing(precision).is_plain
+        return "stored" if is_plain else precision if precision in list_published() else "computed"
 
-    def take_codes(self, raw: Raw, precision: Precision) -> tuple[U8, F16 | None] | None:
+    def take_codes(self, raw: Raw, precision: Precision) -> Taken:
         layout = self.layer.layout.inline
         if layout.parts[self.part].precision != precision or layout.hidden != self.shape[1]:
             return None
@@ -202,18 +204,19 @@ class _Store:
         """Keys and values of each head, of which the store has the keys turned."""
         latent, heads = self.model.attention.latent, self.model.shape.heads
         assert latent is not None
-        each = source.shape[0] // heads
         value = self.store.tensors[tensor.name.replace("latent_key", "latent_value")]
-        turned = self.store.tensors[tensor.name]
+        keys = self._view(source, self.store.tensors[tensor.name], latent.plain)
+        values = self._view(source, value, latent.rank)
+        is_half = value.precision == "fp16"
+        own: dict[str, Any] = {"dtype": "F16", "kind": "stored"} if is_half else {}
+        return JoinedHeads.of(self._name(source), heads, keys, values, **own)
 
-        def join(start: int, stop: int) -> F32:
-            keys = _widen(turned).reshape(heads, -1, turned.length)[..., : latent.plain]
-            rank = keys.shape[1]
-            values = _widen(value).reshape(heads, each - latent.plain, -1)[..., :rank]
-            joined = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
-            return joined.reshape(-1, rank)[start:stop]
-
-        return self._make(source, join, is_half=value.precision == "fp16")
+    def _view(self, source: Source, stored: Tensor, columns: int) -> SourceTensor:
+        """The first ``columns`` of a dense tensor."""
+        rows = np.arange(stored.rows)
+        places = np.stack([np.zeros_like(rows), rows], axis=1)
+        described = self._describe(source, (stored.rows, columns), "F32")
+        return StoredRows(**described, stored=[stored], places=places)
 
     def _take_rows(self, source: Source, stored: Tensor, rows: I64) -> SourceTensor:
         name = self._name(source)

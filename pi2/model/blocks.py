@@ -12,7 +12,7 @@ from pi2.model.states import State, StateKind, shape_state
 
 if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
-    from pi2.plan.documents.model_mixing import Index, Pooled, Rope
+    from pi2.plan.documents.model_mixing import Index, Rope
 
 __all__ = ["Attention", "Block", "Ffn", "Mixer", "State", "make_blocks"]
 
@@ -77,7 +77,7 @@ def make_blocks(model: Model) -> tuple[Block, ...]:
 
 def _make_attention(model: Model, layer: int, is_single: bool, before: list[Block]) -> Attention:
     shape, options = model.shape, model.attention.choose(layer)
-    heads, rope = model.other_heads, model.other_rope
+    heads, rope, pooled = model.other_heads, model.other_rope, options.pooled
     if heads is not None and layer not in heads.layers:
         heads = None
     if rope is None or layer not in rope.layers:
@@ -109,13 +109,9 @@ def _make_attention(model: Model, layer: int, is_single: bool, before: list[Bloc
         keys_are_values=heads is not None and heads.keys_are_values,
         key_layer=key_layer,
         chooses=_find_choice(options.index, layer),
-        block=_find_block(options.pooled, layer),
-        overlaps=options.pooled is not None and layer in options.pooled.overlapping,
+        block=pooled.blocks[layer] if pooled is not None and layer < len(pooled.blocks) else 0,
+        overlaps=pooled is not None and layer in pooled.overlapping,
     )
-
-
-def _find_block(pooled: Pooled | None, layer: int) -> int:
-    return pooled.blocks[layer] if pooled is not None and layer < len(pooled.blocks) else 0
 
 
 def _find_choice(index: Index | None, layer: int) -> Literal["all", "index", "shared"]:

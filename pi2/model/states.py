@@ -97,21 +97,6 @@ class StateShape:
         return self.step_rank + 2 * self.key_dim if self.step_rank else 0
 
     @property
-    def stored_rank(self) -> int:
-        """Length of what step sizes are made of in stores and backends: zeros fill it up."""
-        return fill_groups(self.step_rank)
-
-    @property
-    def stored_decay_rank(self) -> int:
-        """Length of what decays are made of in stores and backends: zeros fill it up."""
-        return fill_groups(self.decay_rank)
-
-    @property
-    def stored_gate_rank(self) -> int:
-        """Length of what gates are made of in stores and backends: zeros fill it up."""
-        return fill_groups(self.gate_rank)
-
-    @property
     def factors(self) -> int:
         """Elements that backends keep of a token in addition to its projections: input gates and
         decays, or step sizes, keys and queries."""
@@ -121,8 +106,9 @@ class StateShape:
 
     @property
     def ranks(self) -> int:
-        """Elements that backends keep of a token of what its factors and gates are made of."""
-        return self.stored_rank + self.stored_decay_rank + self.stored_gate_rank
+        """Elements that backends keep of a token of what its factors and gates are made of: zeros
+        fill each of them up."""
+        return sum(map(fill_groups, (self.step_rank, self.decay_rank, self.gate_rank)))
 
     @property
     def kept(self) -> int:
@@ -151,50 +137,44 @@ def describe_state(model: Model) -> StateShape | None:
     return next((mixer.shape for mixer in mixers if isinstance(mixer, State)), None)
 
 
+_SAME = (
+    *("kernel", "width", "key_heads", "value_heads", "key_dim", "value_dim", "decay_of", "gate"),
+    *("decay_floor", "convolution_bias", "projection_bias", "norm_groups"),
+    *("shortest_step", "longest_step"),
+)
+"""Keys of ``model.recurrence`` that are the same sizes."""
+
+
 def shape_state(model: Model, kind: StateKind) -> StateShape | None:
     """Sizes of the layers of a ``kind``; None if the document does not state them."""
+    own, sizes = model.convolution, model.recurrence
     if kind == "convolution":
-        if model.convolution is None:
-            return None
-        own = model.convolution
-        return StateShape(
-            kind=kind,
-            kernel=own.kernel,
-            width=own.width,
-            channels=own.width,
-            convolution_bias=own.bias,
-            projection_bias=own.bias,
+        return (
+            None
+            if own is None
+            else StateShape(
+                kind=kind,
+                kernel=own.kernel,
+                width=own.width,
+                channels=own.width,
+                convolution_bias=own.bias,
+                projection_bias=own.bias,
+            )
         )
-    if model.recurrence is None:
+    if sizes is None:
         return None
-    sizes = model.recurrence
+    values = {key: getattr(sizes, key) for key in _SAME}
     if kind == "mamba1":
-        channels = sizes.width
-    else:
-        channels = 2 * sizes.key_heads * sizes.key_dim + sizes.width
+        parts = {key: getattr(sizes, key) for key in ("part_norm", "part_epsilon")}
+        values |= {**parts, "step_rank": sizes.step_rank or 0}
+    keys = 0 if kind == "mamba1" else 2 * sizes.key_heads * sizes.key_dim
     return StateShape(
         kind=kind,
-        kernel=sizes.kernel,
-        width=sizes.width,
-        channels=channels,
-        key_heads=sizes.key_heads,
-        value_heads=sizes.value_heads,
-        key_dim=sizes.key_dim,
-        value_dim=sizes.value_dim,
-        step_rank=(sizes.step_rank or 0) if kind == "mamba1" else 0,
-        part_norm=sizes.part_norm if kind == "mamba1" else "none",
-        part_epsilon=sizes.part_epsilon if kind == "mamba1" else 0.0,
-        decay_of=sizes.decay_of,
+        channels=keys + sizes.width,
         decay_rank=sizes.decay_rank or 0,
-        decay_floor=sizes.decay_floor,
-        gate=sizes.gate,
         gate_rank=sizes.gate_rank or 0,
-        convolution_bias=sizes.convolution_bias,
-        projection_bias=sizes.projection_bias,
-        norm_groups=sizes.norm_groups,
         has_norm=sizes.output_norm,
-        shortest_step=sizes.shortest_step,
-        longest_step=sizes.longest_step,
+        **values,
     )
 
 
@@ -283,7 +263,7 @@ def _list_inputs(at: Place, shape: StateShape) -> Iterator[Source]:
     hidden, order = at.model.shape.hidden, at.model.tensors.state_order
     keys, values = shape.key_heads * shape.key_dim, shape.width
     pick: dict[str, Callable[[StateShape], Sequence[int]]] = {
-        "grouped": _ungroup,
+        "grouped": ungroup,
         "mamba": _order_mamba,
     }
     rows = partial(pick[order], shape) if order in pick else None
@@ -304,19 +284,20 @@ def _list_gates(at: Place, shape: StateShape) -> Iterator[Source]:
             yield at.take("state_gate", shape.gate_rank, hidden)
     elif order == "grouped":
         # For every key head the input gates of its value heads, then their decays.
-        yield at.take("state_beta", 2 * heads, hidden, rows=partial(_list_pairs, shape))
+        yield at.take("state_beta", 2 * heads, hidden, rows=partial(list_pairs, shape))
     else:
         rows = partial(range, shape.rows, shape.rows + shape.gates)
         yield at.take("state_in", _count_input_rows(shape, order), hidden, rows=rows)
 
 
-def _list_pairs(shape: StateShape) -> list[int]:
+def list_pairs(shape: StateShape) -> list[int]:
+    """All input gates and decays, which checkpoints have by key head."""
     together = shape.value_heads // shape.key_heads
     groups = range(0, 2 * shape.value_heads, 2 * together)
     return [g + kind * together + n for kind in (0, 1) for g in groups for n in range(together)]
 
 
-def _ungroup(shape: StateShape) -> list[int]:
+def ungroup(shape: StateShape) -> list[int]:
     """All queries, keys, values and gates, which checkpoints have by key head."""
     values = shape.value_heads // shape.key_heads * shape.value_dim
     whole, first, found = shape.rows // shape.key_heads, 0, list[int]()

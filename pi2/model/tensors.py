@@ -74,7 +74,7 @@ def list_embedding_tensors(at: Place) -> Iterator[DenseTensor]:
     if model.ngrams is not None:
         yield at.copy("ngram_rows", model.ngrams.rows, hidden // model.ngrams.count)
     if model.altup is not None:
-        others = model.altup.streams - 1
+        others = model.altup.others
         rows = None if hidden == stored else partial(range, hidden)
         for key in (STREAM_IN, STREAM_OUT):
             sources = [

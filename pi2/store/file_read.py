@@ -11,7 +11,7 @@ import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -398,13 +398,5 @@ def split_blocks(tensor: Tensor) -> Tensor:
     assert tensor.format is not None and tensor.precision is not None
     packing = find_packing(tensor.precision)
     weights, scales = packing.split_blocks(np.asarray(tensor.weights), tensor.length)
-    if tensor.scales is not None:
-        scales = tensor.scales
-    return Tensor(
-        name=tensor.name,
-        rows=tensor.rows,
-        length=tensor.length,
-        precision=tensor.precision,
-        weights=weights,
-        scales=scales,
-    )
+    kept = scales if tensor.scales is None else tensor.scales
+    return replace(tensor, weights=weights, scales=kept, format=None)

@@ -236,7 +236,9 @@ class UnfinishedStore:
             goes_on = bool(job) and first == json.dumps({"job": job})
             self.finished = self._list_finished(others) if goes_on else {}
             self._clear(keep=set(self.finished), parts=goes_on)
-            self._write_journal(job)
+            self._append({"job": job})
+            for entry in self.finished.values():
+                self._append(entry.model_dump(mode="json"))
         except (OSError, UserError) as error:
             self._abandon(keep=False)
             if isinstance(error, OSError):
@@ -349,11 +351,6 @@ class UnfinishedStore:
                 parts and path.suffix == PART
             ):
                 path.unlink()
-
-    def _write_journal(self, job: str) -> None:
-        self._append({"job": job})
-        for entry in self.finished.values():
-            self._append(entry.model_dump(mode="json"))
 
     def _append(self, fields: dict[str, Any]) -> None:
         with (self.folder / JOURNAL).open("a") as file:

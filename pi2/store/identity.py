@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pi2.caches import check_regular
 from pi2.diagnostics import Diagnostic, UserError
 from pi2.plan.arithmetic.resolved import ResolvedPlan
+from pi2.plan.documents.common import flatten, hash_json
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import format_bytes
 from pi2.plan.weights.layout import Tensor
@@ -62,12 +63,6 @@ def describe_weights(model: Model) -> dict[str, Any]:
     return parts
 
 
-def compute_digest(parts: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of the canonical JSON of ``parts``."""
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def identify_weights(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256, in hex, of what tells a model from others of its shape: the float32 tensors of a
     store (norms, biases, routers), which neither rounding nor the order or distance of neurons
@@ -83,7 +78,7 @@ def identify_weights(tensors: Mapping[str, Tensor]) -> str:
 
 def list_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Say where two descriptions differ: ``"shape.ffn is 1024 in the store, 2048 in ..."``."""
-    left, right = dict(_flatten(stored)), dict(_flatten(wanted))
+    left, right = dict(flatten(stored)), dict(flatten(wanted))
     return [
         f"{key} is {_show(left, key)} in the store, {_show(right, key)} in the model document"
         for key in dict.fromkeys([*left, *right])
@@ -92,14 +87,6 @@ def list_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> li
 
 
 _ABSENT = object()
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
 
 
 def _show(values: Mapping[str, Any], key: str) -> str:
@@ -132,7 +119,7 @@ def find_bundle_misfits(resolved: ResolvedPlan, stored: StoredBundle) -> Iterato
 def check_model(folder: Path, manifest: Manifest, model: Model) -> None:
     """UserError P505 if the store in ``folder`` is of another model."""
     wanted = describe_weights(model)
-    if manifest.model.digest == compute_digest(wanted):
+    if manifest.model.digest == hash_json(wanted):
         return
     differences = list_differences(manifest.model.parts, wanted)
     raise UserError(

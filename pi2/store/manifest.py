@@ -14,11 +14,10 @@ from pi2.diagnostics import Diagnostic, Span, UserError
 from pi2.formats import find_packing
 from pi2.model.tensor import DenseTensor, StoredPrecision
 from pi2.model.tensors import list_tensors
-from pi2.plan.documents.common import Count, Identifier, Table
+from pi2.plan.documents.common import Count, Identifier, Table, hash_json
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.model_parts import BlockFormat, FfnPrecision
 from pi2.plan.weights.layout import GROUP, BundleLayout, PartName, ScalesPlace, lay_out_bundle
-from pi2.store.identity import compute_digest
 
 FORMAT: Literal["pi2-store"] = "pi2-store"
 FORMAT_VERSION: Literal[1] = 1
@@ -116,12 +115,8 @@ class StoredBundle(Table):
             precision=layout.precision,
             gate_up=None if layout.gate_up == layout.precision else layout.gate_up,
             stride=layout.stride,
-            used_bytes=layout.used_bytes,
-            parts=_describe_parts(layout),
-            biases=tuple(bias.offset for bias in layout.biases),
-            factor_offset=layout.factor_offset,
-            expert_offset=layout.expert_offset,
             scales=layout.scales,
+            **_list_places(layout),
         )
 
     @model_validator(mode="after")
@@ -130,12 +125,7 @@ class StoredBundle(Table):
             raise ValueError(f"a stride of {self.stride} bytes does not fit the bundles")
         if self.gate_up is not None and self.hidden % find_packing(self.gate_up).length_step:
             raise ValueError(f"{self.hidden} elements are no whole blocks of {self.gate_up}")
-        layout = self.layout
-        biases = tuple(bias.offset for bias in layout.biases)
-        offsets = (self.factor_offset, self.expert_offset)
-        stored = (self.used_bytes, self.parts, self.biases, *offsets)
-        described = (layout.used_bytes, _describe_parts(layout), biases)
-        if stored != (*described, layout.factor_offset, layout.expert_offset):
+        if any(getattr(self, key) != own for key, own in _list_places(self.layout).items()):
             raise ValueError("the parts of a bundle do not lie as format version 1 says")
         return self
 
@@ -154,13 +144,21 @@ class StoredBundle(Table):
         )
 
 
-def _describe_parts(layout: BundleLayout) -> tuple[StoredPart, ...]:
-    return tuple(
+def _list_places(layout: BundleLayout) -> dict[str, Any]:
+    """Fields of `StoredBundle` that follow from the others."""
+    parts = (
         StoredPart(
             name=part.name, weights_offset=part.weights_offset, scales_offset=part.scales_offset
         )
         for part in layout.parts
     )
+    return {
+        "used_bytes": layout.used_bytes,
+        "parts": tuple(parts),
+        "biases": tuple(bias.offset for bias in layout.biases),
+        "factor_offset": layout.factor_offset,
+        "expert_offset": layout.expert_offset,
+    }
 
 
 class StoredPredictor(Table):
@@ -274,7 +272,7 @@ class Manifest(Table):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if compute_digest(self.model.parts) != self.model.digest:
+        if hash_json(self.model.parts) != self.model.digest:
             raise ValueError("the model's digest does not belong to its parts")
         for entry in self.files:
             pieces = -(-entry.bytes // CHECKED_BYTES)

@@ -3,7 +3,8 @@
 import mmap
 import os
 from collections.abc import Mapping
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self, TypeVar
@@ -11,7 +12,7 @@ from typing import Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pi2.arrays import I32, I64, U8, U32, Raw
+from pi2.arrays import I32, I64, U8, U32
 from pi2.caches import open_stream
 from pi2.diagnostics import UserError
 from pi2.plan.documents.model import Model
@@ -204,36 +205,20 @@ def _find(manifest: Manifest, path: str) -> StoredFile:
 
 def view_tensor(tensor: StoredTensor, weights: U8, scales: U8) -> Tensor:
     """The tensor whose bytes are ``weights`` and ``scales``, uint8."""
-    rows, length = tensor.rows, tensor.length
-    if tensor.dense.packing.is_float32:
-        values: Raw = weights.view(np.float32).reshape(rows, length)
-        return Tensor(name=tensor.name, rows=rows, length=length, precision=None, weights=values)
-    return Tensor(
-        name=tensor.name,
-        rows=rows,
-        length=length,
-        precision=tensor.precision,
-        weights=weights.reshape(rows, -1),
-        scales=tensor.dense.packing.view_scales(scales, rows) if len(scales) else None,
-    )
+    rows, packing = tensor.rows, tensor.dense.packing
+    own = partial(Tensor, name=tensor.name, rows=rows, length=tensor.length)
+    if packing.is_float32:
+        return own(precision=None, weights=weights.view(np.float32).reshape(rows, -1))
+    found = packing.view_scales(scales, rows) if len(scales) else None
+    return own(precision=tensor.precision, weights=weights.reshape(rows, -1), scales=found)
 
 
 def name_blocks(tensor: StoredTensor, raw: U8) -> Tensor:
     """Return a tensor the blocks of which are, or will be, ``raw``, and then scales of its vectors,
     if they have one each."""
     packing, size = tensor.dense.packing, tensor.dense.count_bytes()[0]
-    scales = None
-    if packing.scaled == "vectors":
-        raw, scales = raw[:size], packing.view_scales(raw[size:], tensor.rows)
-    return Tensor(
-        name=tensor.name,
-        rows=tensor.rows,
-        length=tensor.length,
-        precision=tensor.precision,
-        weights=raw.reshape(tensor.rows, -1),
-        scales=scales,
-        format=packing.joined,
-    )
+    apart = size if packing.scaled == "vectors" else len(raw)
+    return replace(view_tensor(tensor, raw[:apart], raw[apart:]), format=packing.joined)
 
 
 def _map_file(path: Path, entry: StoredFile) -> mmap.mmap:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,11 +84,22 @@ def _check_file(
     if findings:
         yield from findings
         return
-    problem, columns = None, dict(manifest.list_columns()).get(entry.path)
-    if entry.path == DENSE_FILE:
-        problem = _compare_dense(file, manifest)
-    elif columns is not None:
-        problem = _compare_columns(file, entry, columns)
+    columns = dict(manifest.list_columns()).get(entry.path)
+    if columns is None and entry.path != DENSE_FILE:
+        return
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as source:
+            start = source.read_buffer(1).address
+            source.seek(0)
+            opened = pa.ipc.open_file(source)
+            if columns is None:
+                problem = _compare_dense(opened, start, manifest)
+            else:
+                problem = _compare_columns(opened.get_batch(0), start, entry, columns)
+    except (pa.ArrowException, LookupError, ValueError, OSError) as error:
+        problem = f"Arrow cannot read it: {error}"
     if problem is not None:
         yield report_file("P510", file, problem)
 
@@ -111,19 +123,12 @@ def _compare_hash(
         yield report_file("P508", file, f"it cannot be read: {error.strerror}")
 
 
-def _compare_columns(file: Path, entry: StoredFile, wanted: Sequence[Column]) -> str | None:
+def _compare_columns(
+    batch: Any, start: int, entry: StoredFile, wanted: Sequence[Column]
+) -> str | None:
     """Compare columns of a file: how wide they are, and where they begin."""
-    import pyarrow as pa
-
-    try:
-        with pa.memory_map(str(file)) as source:
-            start = source.read_buffer(1).address
-            source.seek(0)
-            batch = pa.ipc.open_file(source).get_batch(0)
-            columns = [batch.column(own.name) for own in wanted]
-            widths = [column.type.bit_width for column in columns]
-    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
-        return f"Arrow cannot read it: {error}"
+    columns = [batch.column(own.name) for own in wanted]
+    widths = [column.type.bit_width for column in columns]
     for own, column, width in zip(wanted, columns, widths, strict=True):
         if batch.num_rows != entry.rows or width != 8 * own.row_bytes:
             return f"its column {own.name} is not {entry.rows} rows of {own.row_bytes} bytes"
@@ -137,26 +142,17 @@ def _compare_columns(file: Path, entry: StoredFile, wanted: Sequence[Column]) ->
     return None
 
 
-def _compare_dense(file: Path, manifest: Manifest) -> str | None:
-    import pyarrow as pa
-
+def _compare_dense(opened: Any, start: int, manifest: Manifest) -> str | None:
     found = []
-    try:
-        with pa.memory_map(str(file)) as source:
-            start = source.read_buffer(1).address
-            source.seek(0)
-            reader = pa.ipc.open_file(source)
-            for number in range(reader.num_record_batches):
-                columns = reader.get_batch(number).columns
-                values = [column[0].as_py() for column in columns[:4]]
-                # An empty buffer has no address.
-                places = [
-                    column.buffers()[2].address - start if len(column[0].as_buffer()) else None
-                    for column in columns[4:]
-                ]
-                found.append((*values, *places))
-    except (pa.ArrowException, IndexError, OSError) as error:
-        return f"Arrow cannot read it: {error}"
+    for number in range(opened.num_record_batches):
+        columns = opened.get_batch(number).columns
+        values = [column[0].as_py() for column in columns[:4]]
+        # An empty buffer has no address.
+        places = [
+            column.buffers()[2].address - start if len(column[0].as_buffer()) else None
+            for column in columns[4:]
+        ]
+        found.append((*values, *places))
     listed = [
         (
             tensor.name,

@@ -17,12 +17,13 @@ from pi2.diagnostics import UserError
 from pi2.formats import find_packing
 from pi2.model.tensor import DenseTensor
 from pi2.model.tensors import list_tensors
+from pi2.plan.documents.common import hash_json
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import split_scales
 from pi2.plan.weights.layout import GROUP, BundleLayout, ScalesPlace
 from pi2.store.arrow_file import lay_out_dense_file, lay_out_layer_file, lay_out_scales_file
 from pi2.store.files import FilePlan, PlacedFile, UnfinishedStore, hash_file, link_or_copy
-from pi2.store.identity import compute_digest, describe_weights
+from pi2.store.identity import describe_weights
 from pi2.store.manifest import (
     DENSE_FILE,
     FORMAT,
@@ -259,7 +260,7 @@ class StoreWriter:
             format=FORMAT,
             format_version=FORMAT_VERSION,
             created_by=f"pi2 {version('pi2')}",
-            model=StoredModel(id=self.model.id, digest=compute_digest(parts), parts=parts),
+            model=StoredModel(id=self.model.id, digest=hash_json(parts), parts=parts),
             synthetic=self._synthetic,
             order=self._order,
             bundle=StoredBundle.describe(self._stored),

@@ -61,7 +61,8 @@ class TensorFiles(ABC):
         self.model = model
         self.shared: Mapping[str, int] = {}
         """Bytes of each matrix that belongs to the model for which this MTP head drafts."""
-        self._maps: dict[int, U8] = {}
+        self.maps: dict[int, U8] = {}
+        """The files that are mapped, by number."""
         self._descriptors: dict[int, int] = {}
 
     @property
@@ -103,16 +104,12 @@ class TensorFiles(ABC):
 
     def map_rows(self, tensor: FileTensor) -> U8:
         """The rows uint8 [rows, row_bytes] in the page cache, read-only."""
-        if tensor.file not in self._maps:
+        if tensor.file not in self.maps:
             with open_stream(self.files[tensor.file]) as stream:
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            self._maps[tensor.file] = np.frombuffer(mapped, np.uint8)
-        flat = self._maps[tensor.file][tensor.offset : tensor.offset + tensor.size_bytes]
+            self.maps[tensor.file] = np.frombuffer(mapped, np.uint8)
+        flat = self.maps[tensor.file][tensor.offset : tensor.offset + tensor.size_bytes]
         return flat.reshape(tensor.all_rows, tensor.row_bytes)
-
-    def list_maps(self) -> Mapping[int, U8]:
-        """The files that are mapped, by number."""
-        return self._maps
 
     def read_rows(self, tensor: FileTensor, rows: Iterable[int]) -> U8:
         """Single rows uint8 [n, row_bytes], each read once.  The disk is told of all of them first,
@@ -141,6 +138,6 @@ class TensorFiles(ABC):
         self.close()
 
     def close(self) -> None:
-        self._maps.clear()
+        self.maps.clear()
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])

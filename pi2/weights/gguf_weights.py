@@ -20,9 +20,10 @@ from pi2.backends.blocks.layers import count_program
 from pi2.backends.blocks.operands import Extent
 from pi2.caches import find_cache_folder, replace_file
 from pi2.diagnostics import UserError
-from pi2.importing.checkpoint import use_tokenizer
-from pi2.importing.gguf_checkpoint import GgufCheckpoint, open_gguf
-from pi2.importing.gguf_tensors import GgufTensor, JoinedHeads, OrderedColumns, RateLogarithms
+from pi2.importing.checkpoint import Checkpoint, use_tokenizer
+from pi2.importing.gguf_checkpoint import open_gguf
+from pi2.importing.gguf_file import GgufTensor
+from pi2.importing.gguf_tensors import JoinedHeads, OrderedColumns, RateLogarithms
 from pi2.importing.new_model import describe_checkpoint, describe_mtp
 from pi2.model.blocks import State
 from pi2.model.states import list_state_tensors
@@ -44,7 +45,7 @@ HEADS = ("latent_keys", "latent_values")
 class GgufWeights(TensorFiles):
     """The tensors of a GGUF model, which may be split into several files; nothing is copied."""
 
-    def __init__(self, checkpoint: GgufCheckpoint, model: Model) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
         """``model``: what the metadata say of it."""
         super().__init__(checkpoint.files, model)
         self.checkpoint = checkpoint

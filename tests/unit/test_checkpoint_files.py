@@ -12,7 +12,6 @@ from pi2.formats import find_format, find_packing
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.gguf_file import read_gguf, take_blocks
 from pi2.importing.gguf_keys import describe_vocabulary
-from pi2.importing.gguf_tensors import make_tensor
 from pi2.importing.gguf_tokenizer import make_tokenizer
 from pi2.importing.gguf_tokens import CUTS
 from pi2.importing.new_model import describe_checkpoint
@@ -70,11 +69,11 @@ def test_rows_and_norms_of_a_file_are_in_llama_cpps_way(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
     config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     query = stored["model.layers.0.self_attn.q_proj.weight"].astype(np.float32)
-    found = make_tensor(file := read_gguf(made), file.entries["blk.0.attn_q.weight"]).read()
+    found = read_gguf(made).entries["blk.0.attn_q.weight"].read()
     np.testing.assert_array_equal(found, permute(query, config["num_attention_heads"]))
     gemma = make("gemma", tmp_path / "gemma")
     stored = load_file(tmp_path / "gemma" / "checkpoint" / "model.safetensors")
-    found = make_tensor(file := read_gguf(gemma), file.entries["output_norm.weight"]).read()
+    found = read_gguf(gemma).entries["output_norm.weight"].read()
     np.testing.assert_array_equal(found, stored["model.norm.weight"].astype(np.float32) + 1)
 
 

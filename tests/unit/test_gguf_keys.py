@@ -48,7 +48,9 @@ class Job:
             return found
 
         self._patch.setattr(gguf_checkpoint, "read_gguf", give)
-        return open_gguf(self._path)
+        opened = open_gguf(self._path)
+        assert isinstance(opened, GgufCheckpoint)
+        return opened
 
     def describe(self, changes: dict[str, Any]) -> Model:
         return describe_checkpoint(self._open(changes), "tiny", has_texts=False).model

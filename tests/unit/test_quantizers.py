@@ -73,7 +73,7 @@ def test_compensation_keeps_the_output_on_real_inputs() -> None:
 
     nearest = measure(undo(find_packing("int4").quantize(rows)))
     searched = measure(undo(quantize_by_search(rows, "int4", importance)))
-    packed = quantize_with_compensation(rows, prepare_moments(moments), importance)
+    packed = quantize_with_compensation(rows, "int4", prepare_moments(moments), importance)
     compensated = measure(undo(packed))
     assert searched < nearest
     assert compensated < 0.6 * searched
@@ -82,7 +82,7 @@ def test_compensation_keeps_the_output_on_real_inputs() -> None:
 def test_compensation_without_dependence_is_a_search() -> None:
     rows, ones = draw_rows(), np.ones(LENGTH, np.float32)
     alone = quantize_with_compensation(
-        rows, prepare_moments(np.eye(LENGTH, dtype=np.float32)), ones
+        rows, "int4", prepare_moments(np.eye(LENGTH, dtype=np.float32)), ones
     )
     np.testing.assert_array_equal(undo(alone), undo(quantize_by_search(rows, "int4", ones)))
 

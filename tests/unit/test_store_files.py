@@ -9,7 +9,6 @@ import pi2
 from pi2.formats import find_packing
 from pi2.importing.checkpoint import open_checkpoint
 from pi2.importing.gguf_file import read_gguf
-from pi2.importing.gguf_tensors import make_tensor
 from pi2.importing.new_model import describe_checkpoint, write_model
 from pi2.importing.quantize import Wish, quantize_checkpoint
 from pi2.plan.weights.bundles import unpack_part
@@ -61,13 +60,13 @@ def test_codes_and_scales_of_a_store_stay(tmp_path: Path, ask: Ask) -> None:
     gates = unpack_part(layer.read_inline(places), layer.layout.inline, 0)
     entry = file.entries[names.gate.replace("{layer}", "1")]
     assert entry.block.name == "q4_0"
-    np.testing.assert_array_equal(make_tensor(file, entry).read(), gates)
+    np.testing.assert_array_equal(entry.read(), gates)
     output = opened.tensors["layers.1.output"]
     entry = file.entries[names.output.replace("{layer}", "1")]
     assert entry.block.name == "q4_0" and output.scales is not None
     weights = output.weights.view(np.uint8)
     expected = find_packing("int4").dequantize(weights, output.scales, output.length)
-    np.testing.assert_array_equal(make_tensor(file, entry).read(), expected)
+    np.testing.assert_array_equal(entry.read(), expected)
     assert file.entries[names.down.replace("{layer}", "1")].block.name == "q8_0"
 
 

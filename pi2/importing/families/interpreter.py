@@ -9,29 +9,18 @@ from typing import Any
 from pi2.diagnostics import UserError
 from pi2.fitting.check import check_file
 from pi2.importing.config import Config
-from pi2.plan.documents.common import find_type
+from pi2.plan.documents.common import find_type, flatten
 from pi2.plan.documents.family import Family, Sections, Window
 from pi2.plan.documents.model import Model
 from pi2.plan.toml.expressions import MARK, evaluate, is_expression, list_names, parse_expression
 
 Tables = dict[str, Any]
 _LAYERS = ("num_hidden_layers", "n_layer")
-_FAILURES = (
-    *(TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
-)
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _SHOWN = 60
 """Characters of a value in a message."""
 _PARTS = ("gate", "up", "down")
 _WINDOW_KINDS = ("sliding_attention", "full_attention")
-
-
-def flatten(tables: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested tables by their dotted keys."""
-    for key, value in tables.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{start}{key}.")
-        else:
-            yield start + key, value
 
 
 def expand_names(

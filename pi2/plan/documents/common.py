@@ -3,7 +3,7 @@
 import hashlib
 import json
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import (
@@ -259,6 +259,15 @@ def list_backend_names() -> tuple[str, ...]:
 
 _COSMETIC = frozenset({"schema_version", "name", "description", "quality", "speed"})
 """Keys that decide nothing that is computed: ``quality`` stands for settings, which count."""
+
+
+def flatten(tables: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their dotted keys."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{start}{key}.")
+        else:
+            yield start + key, value
 
 
 def hash_json(value: Any) -> str:

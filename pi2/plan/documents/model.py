@@ -161,10 +161,11 @@ class Model(ModelKeys):
     def expert_count(self) -> int:
         """FFNs of a layer: its experts, then shared experts, then any that only dense layers need;
         1 without experts."""
-        if self.moe is None:
+        moe = self.moe
+        if moe is None:
             return 1
-        mixed = self.moe.experts + self.moe.shared_experts
-        return max(mixed, self._count_dense())
+        dense = moe.count_dense(self.shape.ffn) if moe.latent is None else 0
+        return max(moe.experts + moe.shared_experts, dense)
 
     @property
     def token_neurons(self) -> int:
@@ -175,11 +176,6 @@ class Model(ModelKeys):
     def most_active(self) -> int:
         """FFNs that compute a token, of the layer with most."""
         return max(block.ffn.active for block in self.blocks)
-
-    def _count_dense(self) -> int:
-        """Experts that it takes to hold the FFN of a dense layer."""
-        moe = self.moe
-        return 0 if moe is None or moe.latent is not None else moe.count_dense(self.shape.ffn)
 
     @property
     def neuron_width(self) -> int:
