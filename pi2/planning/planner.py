@@ -5,18 +5,18 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from pi2.costs.cost import Cost, cost_plan, cost_resolved
 from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rates
-from pi2.costs.settings import StoredLayout, read_stored
+from pi2.costs.settings import read_stored
 from pi2.diagnostics import UserError
 from pi2.fitting import count_unit_needs, describe_unit, find_whole_backend, list_usual_backends
-from pi2.fitting.budget import MIB, Shortage, fit_plan, round_segment, write_memory
+from pi2.fitting.budget import MIB, Shortage, count_runtime, round_segment
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.plan import KvType, PredictorMode
 from pi2.plan.documents.quantities import (
     approximate_bytes,
@@ -29,7 +29,6 @@ from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.refinement import (
     REWRITE_GAIN,
     Decision,
-    LayoutDecision,
     list_bundles,
     needs_rewriting,
     refine_values,
@@ -38,10 +37,10 @@ from pi2.planning.search import Problem, count_least, find_best, list_predictors
 from pi2.planning.wish import (
     Wish,
     check_device_memory,
+    fit_values,
     list_split_units,
     make_plan_values,
     reach_speed,
-    write_values,
 )
 from pi2.progress import Progress, ignore_progress
 
@@ -67,8 +66,8 @@ class PlannedPlan:
     """Settings that were tried around the search's plan."""
     left_out: tuple[str, ...] = ()
     """A sentence for each unit that the plan does not use, and why."""
-    layout: LayoutDecision | None = None
-    """Distance of neurons in the store, if others were tried."""
+    others: tuple["PlannedPlan", ...] | None = None
+    """The best plans with other distances of neurons; None for a unit with the whole model."""
 
     @property
     def promised_tokens_s(self) -> float:
@@ -98,24 +97,12 @@ def plan(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
     return reach_speed(wish, plan_next, find_bounds(problem))
 
 
-def _leave_units(problem: Problem) -> Problem:
-    """The problem without units next to the processor, which take memory for copies."""
-    if problem.rates.dense is None:
-        return problem
-    return pose_problem(problem.wish, replace(problem.rates, dense=None), problem.bundle)
-
-
 def find_bounds(problem: Problem) -> tuple[int, int]:
     """The least memory of any plan, and one in which everything fits."""
-    least = count_least(_leave_units(problem))
-    wish = problem.wish
-    choices = replace(
-        least[0][1], kv=problem.kv_types[0], embedding="resident", chunk=problem.chunks[-1]
-    )
-    values = problem.make_values(choices)
-    values["layers"]["hot"] = 1.0
-    whole = fit_plan(resolve_values(values, wish.device, wish.model), None)
-    return least[0][0], int(whole.plan.memory.budget * _SPARE)
+    size, least = count_least(problem)[0]
+    choices = replace(least, kv=problem.kv_types[0], embedding="resident", chunk=problem.chunks[-1])
+    whole = fit_values(problem.wish, problem.write_even(choices, 1.0), None)
+    return size, int(whole.plan.memory.budget * _SPARE)
 
 
 Posed = dict[tuple[BundleLayout, bool], Problem]
@@ -184,19 +171,17 @@ def _fit_whole(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | 
     if need > (wish.find_unit_memory(name) or 0):
         return None
     values["memory"]["units"] = {name: {"budget": format_bytes(need)}}
-    fitted = fit_plan(resolve_values(values, wish.device, wish.model), None).plan
-    if wish.memory_bytes is not None and fitted.memory.budget > wish.memory_bytes:
-        return None
-    values["memory"] |= write_memory(fitted)
-    return resolve_values(values, wish.device, wish.model)
+    fitted = fit_values(wish, values, None)
+    is_large = fitted.plan.memory.budget > (wish.memory_bytes or inf)
+    return None if is_large else fitted
 
 
 def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
     rates = _read_rates(wish)
-    stored = read_stored(wish.store)
     problems: list[Problem] = []
     best: list[PlannedPlan] = []
-    bundles, units = list_bundles(wish.device, wish.model, stored), [rates]
+    bundles = list_bundles(wish.device, wish.model, read_stored(wish.store))
+    units = [rates]
     if rates.dense is not None:
         # Using it costs a start in every layer.
         units.append(replace(rates, dense=None))
@@ -219,7 +204,7 @@ def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
             best.append(replace(chosen, left_out=left_out))
     if not best:
         raise _explain_impossible(problems[0])
-    return _choose_layout(wish, best, stored)
+    return _choose_layout(best)
 
 
 def _read_rates(wish: Wish) -> Rates:
@@ -229,10 +214,9 @@ def _read_rates(wish: Wish) -> Rates:
     return rates
 
 
-def _choose_layout(
-    wish: Wish, plans: Sequence[PlannedPlan], stored: StoredLayout | None
-) -> PlannedPlan:
+def _choose_layout(plans: Sequence[PlannedPlan]) -> PlannedPlan:
     """The best plan over layouts; the store's or the converter's layout is preferred."""
+    stored = read_stored(plans[0].wish.store)
 
     def score(item: PlannedPlan) -> tuple[float, float]:
         slow, value = score_plan(item)
@@ -241,19 +225,7 @@ def _choose_layout(
         return slow, value
 
     chosen = min(plans, key=score)
-    bundle = chosen.resolved.bundle
-    decision = LayoutDecision(
-        bundle=bundle,
-        usual_scales=wish.model.lay_out_bundle().scales,
-        block_bytes=find_block_bytes(wish.device),
-        others=tuple((item.resolved.bundle, item.cost) for item in plans if item is not chosen),
-        stored=stored,
-        store=f"stores/{wish.model.id}" if wish.store is None else str(wish.store),
-        reads_experts=wish.model.moe is not None
-        and chosen.cost.settings.predictor != "none"
-        and chosen.cost.hit_rate < 1.0,
-    )
-    return replace(chosen, layout=decision)
+    return replace(chosen, others=tuple(item for item in plans if item is not chosen))
 
 
 def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -> Iterator[str]:
@@ -284,11 +256,9 @@ def score_plan(item: PlannedPlan) -> tuple[float, float]:
     slow = max((wish.tokens_s or 0.0) - item.promised_tokens_s, 0.0)
     if wish.saves_memory:
         return slow, float(item.resolved.plan.memory.budget) + cost.token_s
-    if wish.objective == "energy":
-        return slow, cost.token_j or cost.token_s
     # Prompts are many times faster with another unit.
     worth = _PROMPTS_WORTH * any(layer.dense_s > 0.0 for layer in cost.layers)
-    return slow, cost.token_s * (1.0 - worth)
+    return slow, wish.weigh(cost) * (1.0 - worth * (wish.objective != "energy"))
 
 
 def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
@@ -297,21 +267,14 @@ def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
     memory = count_least(problem)[0][0] if wish.saves_memory else wish.memory_bytes
     if memory is None or memory > (wish.memory_bytes or memory):
         return
-    for choices, described in find_best(problem, memory):
-        # The search rounds otherwise: in a hair's breadth there may be no plan.
-        with suppress(Shortage):
-            values = write_values(problem, choices, described, memory)
-            resolved, cost = problem.cost_values(values)
-            yield PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
+    for values, resolved in find_best(problem, memory):
+        cost = problem.find_cost(resolved)
+        yield PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
 
 
 def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
     wish = planned.wish
-
-    def score(cost: Cost) -> float:
-        return (cost.token_j if wish.objective == "energy" else None) or cost.token_s
-
-    values, decisions = refine_values(problem, planned.values, score)
+    values, decisions = refine_values(problem, planned.values)
     resolved = resolve_values(values, wish.device, wish.model)
     activity = problem.activities[resolved.plan.decode.predictor]
     found = finish_plan(wish, values, resolved, problem.rates, activity=activity)
@@ -352,17 +315,10 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
     values = copy.deepcopy(planned.values)
     values["sparsity"] = wish.thresholds.describe_use(wish.thresholds_file)
     values["decode"] |= {"predictor": "gate", "look_ahead": "none"}
-
-    def resolve() -> ResolvedPlan:
-        resolved = resolve_values(values, wish.device, wish.model)
-        return replace(resolved, thresholds=wish.thresholds)
-
     with suppress(Shortage):
-        fitted = fit_plan(resolve(), planned.resolved.plan.memory.budget).plan
-        values["memory"] |= write_memory(fitted)
-        values["layers"] = fitted.layers.model_dump(exclude_unset=True)
-        own = finish_plan(wish, values, resolve())
-        own = replace(own, left_out=planned.left_out, layout=planned.layout)
+        fitted = fit_values(wish, values, planned.resolved.plan.memory.budget)
+        own = finish_plan(wish, values, fitted)
+        own = replace(own, left_out=planned.left_out, others=planned.others)
         found.append(("all gates in memory", own))
     found.sort(key=lambda item: score_plan(item[1]))
     chosen, best = found[0]
@@ -397,18 +353,18 @@ def trace_pareto(
 def _explain_impossible(problem: Problem) -> UserError:
     """P350 with the limit in the way and the nearest possible wishes; P351 if reads are unknown."""
     wish = problem.wish
-    problem = _leave_units(problem)
     if problem.rates.flash is None:
         check_flash(problem.rates, wish.device)
     needed, least = count_least(problem)[0]
     needs = problem.find_frame(least, whole=False).resolved.needs
+    runtime_bytes = count_runtime(wish.model, wish.memory_bytes or 0)
     embedding = ", embedding" if least.embedding == "resident" else ""
     notes = [
         f"attention, norms, head{embedding}: {approximate_bytes(needs.attention.bytes)}",
         f"KV cache of {wish.context} tokens: {approximate_bytes(needs.kv.bytes)} ({least.kv})",
         f"finding active neurons ({least.predictor}): {approximate_bytes(needs.predictor.bytes)}",
         f"workspace: {approximate_bytes(needs.workspace.bytes)}",
-        f"Python and libraries: {approximate_bytes(problem.runtime_bytes)}",
+        f"Python and libraries: {approximate_bytes(runtime_bytes)}",
     ]
     has, needs_text = compare_bytes(wish.memory_bytes or 0, needed)
     return UserError.of(

@@ -11,6 +11,7 @@ from pi2.authoring.drafting import describe_budget, explain_backends, recommend_
 from pi2.authoring.writing import write_tables
 from pi2.costs.cost import Cost, cost_plan
 from pi2.costs.cost_layer import LayerCost
+from pi2.costs.settings import read_stored
 from pi2.diagnostics import UserError
 from pi2.engine.run_report import describe_expected
 from pi2.fitting import count_unit_needs, find_backend
@@ -163,8 +164,8 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             if cost.grain > 1:
                 time = f"{each_s * cost.grain * 1e3:.2f} ms an expert of {cost.grain} neurons"
             yield f"Reads: {io.engine}, {how}: {time}."
-    if planned.layout is not None:
-        yield from describe_layout(planned.layout)
+    if planned.others is not None:
+        yield from describe_layout(planned, read_stored(planned.wish.store))
     yield from planned.left_out
     for decision in planned.decisions:
         others = [item for item in decision.tokens_s if item[0] != decision.chosen][:3]
