@@ -234,7 +234,7 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
         overrides |= {key: value for key, value, _ in savings}
         changes = [f"{key}: {reason}" for key, _, reason in savings]
     try:
-        fitted = fit_plan(resolved, budget_bytes, runtime_bytes=runtime_bytes)
+        fitted = fit_plan(resolved, budget_bytes, stated={"runtime": runtime_bytes})
     except Shortage as shortage:
         if not all(name.startswith("units.") for name in shortage.sizes):
             shortage = Shortage(shortage.sizes, _find_least(resolved, shortage))
@@ -291,7 +291,7 @@ def _find_least(resolved: ResolvedPlan, shortage: Shortage) -> int:
     for _ in range(_TRIES):
         budget = round_up(budget, MIB)
         try:
-            fit_plan(resolved, budget, runtime_bytes=_find_runtime(resolved, budget))
+            fit_plan(resolved, budget, stated={"runtime": _find_runtime(resolved, budget)})
         except Shortage as further:
             budget = max(budget + 1, further.needed_bytes)
         else:
