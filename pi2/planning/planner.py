@@ -1,6 +1,5 @@
 """From a wish to a plan: pose the problem, solve it, write the plan, or refuse the wish."""
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,15 +13,15 @@ from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rat
 from pi2.costs.settings import read_stored
 from pi2.diagnostics import UserError
 from pi2.fitting import count_unit_needs, describe_unit, find_whole_backend, list_usual_backends
-from pi2.fitting.budget import MIB, Shortage, count_runtime, round_segment
+from pi2.fitting.budget import MIB, Shortage, count_runtime, fit_plan, round_segment
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.documents.plan_units import Sparsity
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
     compare_bytes,
-    format_bytes,
     write_least,
 )
 from pi2.plan.weights.layout import BundleLayout, round_up
@@ -31,17 +30,10 @@ from pi2.planning.refinement import (
     Decision,
     list_bundles,
     needs_rewriting,
-    refine_values,
+    refine_plan,
 )
-from pi2.planning.search import Problem, count_least, find_best, list_predictors, pose_problem
-from pi2.planning.wish import (
-    Wish,
-    check_device_memory,
-    fit_values,
-    list_split_units,
-    make_plan_values,
-    reach_speed,
-)
+from pi2.planning.search import Problem, find_best, find_least, list_predictors, pose_problem
+from pi2.planning.wish import Wish, check_device_memory, make_plan_values, reach_speed
 from pi2.progress import Progress, ignore_progress
 
 _CHUNK = 256
@@ -57,7 +49,6 @@ class PlannedPlan:
     """A plan's values, and its expected speed and memory."""
 
     wish: Wish
-    values: dict[str, Any]
     resolved: ResolvedPlan
     cost: Cost
     full_tokens_s: float | None = None
@@ -68,6 +59,11 @@ class PlannedPlan:
     """A sentence for each unit that the plan does not use, and why."""
     others: tuple["PlannedPlan", ...] | None = None
     """The best plans with other distances of neurons; None for a unit with the whole model."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the plan states, by key."""
+        return self.resolved.plan.model_dump(exclude_unset=True)
 
     @property
     def promised_tokens_s(self) -> float:
@@ -99,9 +95,9 @@ def plan(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
 
 def find_bounds(problem: Problem) -> tuple[int, int]:
     """The least memory of any plan, and one in which everything fits."""
-    size, least = count_least(problem)[0]
+    size, least = find_least(problem)
     choices = replace(least, kv=problem.kv_types[0], embedding="resident", chunk=problem.chunks[-1])
-    whole = fit_values(problem.wish, problem.write_even(choices, 1.0), None)
+    whole = fit_plan(problem.resolve_even(choices, 1.0), None)
     return size, int(whole.plan.memory.budget * _SPARE)
 
 
@@ -152,12 +148,12 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
             values["layers"] = {"split": {name: 1.0}, "hot": 1.0}
             if (resolved := _fit_whole(wish, name, values)) is not None:
                 cost = cost_resolved(resolved, rates, store=wish.store)
-                found.append(PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost))
+                found.append(PlannedPlan(wish=wish, resolved=resolved, cost=cost))
     if not found:
         return None
     best = min(found, key=score_plan)
     rates = read_whole_rates(wish.device, best.resolved.sparse_unit)
-    return finish_plan(wish, best.values, best.resolved, rates)
+    return finish_plan(wish, best.resolved, rates)
 
 
 def _fit_whole(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
@@ -170,8 +166,7 @@ def _fit_whole(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | 
     need = round_segment(count_unit_needs(resolved)[name].bytes)
     if need > (wish.find_unit_memory(name) or 0):
         return None
-    values["memory"]["units"] = {name: {"budget": format_bytes(need)}}
-    fitted = fit_values(wish, values, None)
+    fitted = fit_plan(resolved, None)
     is_large = fitted.plan.memory.budget > (wish.memory_bytes or inf)
     return None if is_large else fitted
 
@@ -194,9 +189,8 @@ def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
                 posed[key] = pose_problem(wish, choice, bundle)
             problem = replace(posed[key], wish=wish)
             problems.append(problem)
-            near = list(_list_near(problem))
-            if near:
-                found.append(refine_plan(problem, min(near, key=score_plan)))
+            if (planned := _solve(problem)) is not None:
+                found.append(planned)
         if found:
             chosen = min(found, key=score_plan)
             other = next((item for item in found if item is not chosen), None)
@@ -230,10 +224,9 @@ def _choose_layout(plans: Sequence[PlannedPlan]) -> PlannedPlan:
 
 def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -> Iterator[str]:
     """Why units next to the CPU have nothing to do; ``other``: a plan with the known unit."""
-    used = list_split_units(chosen.values["layers"])
     known = read_rates(wish.device, wish.model.shape.stored_hidden).dense
     for name, unit in wish.device.units.items():
-        if unit.kind == "cpu" or name in used:
+        if unit.kind == "cpu" or name in chosen.resolved.dense_units:
             continue
         place = f"units.{name}" + (".memory" if unit.memory is not None else "")
         if unit.emulated:
@@ -261,39 +254,33 @@ def score_plan(item: PlannedPlan) -> tuple[float, float]:
     return slow, wish.weigh(cost) * (1.0 - worth * (wish.objective != "energy"))
 
 
-def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
-    """Plans of the search's best choices, one for each way to find neurons."""
+def _solve(problem: Problem) -> PlannedPlan | None:
+    """The best plan of a problem, refined; None if there is none."""
     wish = problem.wish
-    memory = count_least(problem)[0][0] if wish.saves_memory else wish.memory_bytes
+    memory = find_least(problem)[0] if wish.saves_memory else wish.memory_bytes
     if memory is None or memory > (wish.memory_bytes or memory):
-        return
-    for values, resolved in find_best(problem, memory):
-        cost = problem.find_cost(resolved)
-        yield PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
-
-
-def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
-    wish = planned.wish
-    values, decisions = refine_values(problem, planned.values)
-    resolved = resolve_values(values, wish.device, wish.model)
+        return None
+    # One for each way to find neurons.
+    near = [
+        PlannedPlan(wish=wish, resolved=resolved, cost=problem.find_cost(resolved))
+        for resolved in find_best(problem, memory)
+    ]
+    if not near:
+        return None
+    resolved, decisions = refine_plan(problem, min(near, key=score_plan).resolved)
     activity = problem.activities[resolved.plan.decode.predictor]
-    found = finish_plan(wish, values, resolved, problem.rates, activity=activity)
+    found = finish_plan(wish, resolved, problem.rates, activity=activity)
     return replace(found, decisions=decisions)
 
 
 def finish_plan(
-    wish: Wish,
-    values: dict[str, Any],
-    resolved: ResolvedPlan,
-    rates: Rates | None = None,
-    **known: Any,
+    wish: Wish, resolved: ResolvedPlan, rates: Rates | None = None, **known: Any
 ) -> PlannedPlan:
     """The plan with its ranges, and its speed once the context is full."""
     known = {"store": wish.store, **known}
     full = cost_resolved(resolved, rates, position=wish.context, **known)
     return PlannedPlan(
         wish=wish,
-        values=values,
         resolved=resolved,
         cost=cost_plan(resolved, rates, **known),
         full_tokens_s=full.tokens_s,
@@ -312,12 +299,16 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
     if cost.settings.predictor != "router":
         return planned
     found = [(WITHOUT, planned)]
-    values = copy.deepcopy(planned.values)
-    values["sparsity"] = wish.thresholds.describe_use(wish.thresholds_file)
-    values["decode"] |= {"predictor": "gate", "look_ahead": "none"}
+    plan = planned.resolved.plan
+    stated = wish.thresholds.describe_use(wish.thresholds_file)
+    changes = {
+        "sparsity": Sparsity.model_validate(stated),
+        "decode": plan.decode.model_copy(update={"predictor": "gate", "look_ahead": "none"}),
+    }
+    wanted = replace(planned.resolved, plan=plan.model_copy(update=changes))
     with suppress(Shortage):
-        fitted = fit_values(wish, values, planned.resolved.plan.memory.budget)
-        own = finish_plan(wish, values, fitted)
+        fitted = fit_plan(replace(wanted, thresholds=wish.thresholds), plan.memory.budget)
+        own = finish_plan(wish, fitted)
         own = replace(own, left_out=planned.left_out, others=planned.others)
         found.append(("all gates in memory", own))
     found.sort(key=lambda item: score_plan(item[1]))
@@ -355,7 +346,7 @@ def _explain_impossible(problem: Problem) -> UserError:
     wish = problem.wish
     if problem.rates.flash is None:
         check_flash(problem.rates, wish.device)
-    needed, least = count_least(problem)[0]
+    needed, least = find_least(problem)
     needs = problem.find_frame(least, whole=False).resolved.needs
     runtime_bytes = count_runtime(wish.model, wish.memory_bytes or 0)
     embedding = ", embedding" if least.embedding == "resident" else ""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost
 from pi2.costs.reads import PAGE_BYTES
 from pi2.costs.settings import StoredLayout
-from pi2.fitting.completion import resolve_values
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
 from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.search import Problem
-from pi2.planning.wish import list_split_units
 
 if TYPE_CHECKING:
     from pi2.planning.planner import PlannedPlan
@@ -132,8 +129,6 @@ MERGE_GAPS = (0, 1, 2, 3)
 _ROUNDS = 2
 _LEAST_GAIN = 1e-4
 
-Values = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -149,26 +144,29 @@ _Options = Sequence[tuple[str, Mapping[str, Any]]]
 """Names of choices, and the keys of a table of a plan that each replaces."""
 
 
-def refine_values(problem: Problem, values: Values) -> tuple[Values, tuple[Decision, ...]]:
-    """The best of the plans that differ from ``values`` in these settings only."""
+def refine_plan(
+    problem: Problem, resolved: ResolvedPlan
+) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
+    """The best of the plans that differ from ``resolved`` in these settings only."""
     known: dict[str, Cost] = {}
-    wish, score = problem.wish, problem.wish.weigh
+    score = problem.wish.weigh
 
-    def find_cost(values: Values) -> Cost:
-        key = json.dumps(values, sort_keys=True)
+    def find_cost(resolved: ResolvedPlan) -> Cost:
+        key = resolved.plan.model_dump_json()
         if key not in known:
-            known[key] = problem.find_cost(resolve_values(values, wish.device, wish.model))
+            known[key] = problem.find_cost(resolved)
         return known[key]
 
-    best, cost = values, find_cost(values)
+    best, cost = resolved, find_cost(resolved)
     decisions: dict[str, Decision] = {}
     for _ in range(_ROUNDS):
         before = score(cost)
         for key, options in _list_dimensions(problem, best, cost):
             tried = []
             for label, keys in options:
-                changed = copy.deepcopy(best)
-                changed.setdefault(key.partition(".")[0], {}).update(keys)
+                name = key.partition(".")[0]
+                table = getattr(best.plan, name).model_copy(update=keys)
+                changed = replace(best, plan=best.plan.model_copy(update={name: table}))
                 tried.append((label, changed, find_cost(changed)))
             ranked = sorted(tried, key=lambda item: score(item[2]))
             chosen, changed, found = ranked[0]
@@ -176,7 +174,7 @@ def refine_values(problem: Problem, values: Values) -> tuple[Values, tuple[Decis
                 best, cost = changed, found
             decisions[key] = Decision(
                 key=key,
-                chosen=next((label for label, own, _ in ranked if own == best), chosen),
+                chosen=next((x for x, own, _ in ranked if own.plan == best.plan), chosen),
                 tokens_s=tuple((label, found.tokens_s) for label, _, found in ranked),
             )
         if score(cost) >= before * (1.0 - _LEAST_GAIN):
@@ -185,7 +183,7 @@ def refine_values(problem: Problem, values: Values) -> tuple[Values, tuple[Decis
 
 
 def _list_dimensions(
-    problem: Problem, values: Values, cost: Cost
+    problem: Problem, resolved: ResolvedPlan, cost: Cost
 ) -> Iterator[tuple[str, _Options]]:
     cores = problem.rates.cores
     counts = sorted({cores, max(cores - 1, 1), max(cores // 2, 1)}, reverse=True)
@@ -196,7 +194,7 @@ def _list_dimensions(
     predictor = cost.settings.predictor
     if problem.look_aheads != ("none",) and predictor in LOOK_AHEAD_MODES:
         yield _offer("decode.look_ahead", problem.look_aheads)
-    if predictor == "low-rank" and _has_two_reads(problem, values):
+    if predictor == "low-rank" and _has_two_reads(resolved):
         yield _offer("pipeline.phases", (1, 2))
     ios = []
     for io in problem.ios:
@@ -215,11 +213,8 @@ def _offer(key: str, values: Sequence[int | str]) -> tuple[str, _Options]:
     return key, [(str(value), {key.partition(".")[2]: value}) for value in values]
 
 
-def _has_two_reads(problem: Problem, values: Values) -> bool:
+def _has_two_reads(resolved: ResolvedPlan) -> bool:
     """Whether a neuron may be read in two parts by an engine that other units need as well."""
-    units = problem.wish.device.units
-    if all(units[name].kind == "cpu" for name in list_split_units(values["layers"])):
-        return False
-    bundle = problem.bundle
-    block = find_block_bytes(problem.wish.device)
-    return bundle.is_gated and round_up(bundle.first_bytes, block) < bundle.stride
+    bundle, block = resolved.bundle, find_block_bytes(resolved.device)
+    is_cut = bundle.is_gated and round_up(bundle.first_bytes, block) < bundle.stride
+    return is_cut and bool(resolved.dense_units)

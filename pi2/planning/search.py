@@ -46,7 +46,7 @@ from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import KvType
 from pi2.plan.documents.quantities import round_size
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.wish import LEAST_DENSE, Wish, fit_values, write_values
+from pi2.planning.wish import LEAST_DENSE, Wish, write_values
 
 Place = Literal["resident", "flash"]
 _CACHE_SHARES = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9)
@@ -133,10 +133,19 @@ class Problem:
     def chunks(self) -> tuple[int, ...]:
         return list_chunks(self.wish.model, self.wish.context)
 
-    def write_even(self, choices: Choices, hot: float, dense: float = 0.0) -> dict[str, Any]:
-        """A plan without sizes whose layers are alike."""
+    def resolve(
+        self, choices: Choices, hots: Sequence[float], denses: Sequence[float], **tables: Any
+    ) -> ResolvedPlan:
+        """A plan of choices, and of each layer's hot and dense shares, without sizes."""
+        values = write_values(self, choices, hots, denses) | tables
+        return resolve_values(values, self.wish.device, self.wish.model)
+
+    def resolve_even(
+        self, choices: Choices, hot: float, dense: float = 0.0, **tables: Any
+    ) -> ResolvedPlan:
+        """The same of layers that are alike."""
         layers = self.wish.model.shape.layers
-        return write_values(self, choices, [hot] * layers, [dense] * layers)
+        return self.resolve(choices, [hot] * layers, [dense] * layers, **tables)
 
     def find_cost(self, resolved: ResolvedPlan) -> Cost:
         """The cost of a plan with all sizes."""
@@ -148,22 +157,17 @@ class Problem:
         bare = replace(choices, cached=0.0, dense=float(choices.dense > 0.0), by_activity=False)
         bare = replace(bare, lends=bare.lends and not whole)
         if (bare, whole) not in self.frames:
-            self.frames[bare, whole] = self._make_frame(bare, whole=whole)
+            uses_dense = self.rates.dense is not None and bare.dense > 0.0
+            least = 1.0 / SHARE_STEPS if uses_dense else 0.0
+            pipeline = {"cluster": _CLUSTER, "phases": 1}
+            resolved = self.resolve_even(bare, 1.0 if whole else least, least, pipeline=pipeline)
+            known: dict[str, Any] = {"activity": self.activities[bare.predictor]}
+            self.frames[bare, whole] = Frame(
+                resolved=resolved,
+                description=describe_plan(resolved, self.rates, store=self.wish.store, **known),
+                lent_bytes=count_lent_bytes(resolved),
+            )
         return self.frames[bare, whole]
-
-    def _make_frame(self, choices: Choices, *, whole: bool) -> Frame:
-        wish, least = self.wish, 0.0
-        if self.rates.dense is not None and choices.dense > 0.0:
-            least = 1.0 / SHARE_STEPS
-        values = self.write_even(choices, 1.0 if whole else least, least)
-        values["pipeline"] = {"cluster": _CLUSTER, "phases": 1}
-        resolved = resolve_values(values, wish.device, wish.model)
-        activity = self.activities[choices.predictor]
-        return Frame(
-            resolved=resolved,
-            description=describe_plan(resolved, self.rates, store=wish.store, activity=activity),
-            lent_bytes=count_lent_bytes(resolved),
-        )
 
 
 def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:
@@ -226,12 +230,11 @@ def list_least(problem: Problem) -> list[Choices]:
     ]
 
 
-def count_least(problem: Problem) -> list[tuple[int, Choices]]:
-    """The smallest budgets of any plans, and their choices, ascending."""
+def find_least(problem: Problem) -> tuple[int, Choices]:
+    """The smallest budget of any plan, and its choices."""
     found, whole = [], problem.rates.flash is None
     for choices in list_least(problem):
-        values = problem.write_even(choices, float(whole))
-        resolved = resolve_values(values, problem.wish.device, problem.wish.model)
+        resolved = problem.resolve_even(choices, float(whole))
         if whole:
             found.append((fit_plan(resolved, None).plan.memory.budget, choices))
             continue
@@ -239,10 +242,10 @@ def count_least(problem: Problem) -> list[tuple[int, Choices]]:
             fit_plan(resolved, MIB)
         except Shortage as shortage:
             found.append((shortage.needed_bytes, choices))
-    return sorted(found, key=lambda item: item[0])
+    return min(found, key=lambda item: item[0])
 
 
-def find_best(problem: Problem, memory_bytes: int) -> Iterator[tuple[dict[str, Any], ResolvedPlan]]:
+def find_best(problem: Problem, memory_bytes: int) -> Iterator[ResolvedPlan]:
     """Plans of the best choices of each predictor within a memory."""
     for start in list_least(problem):
         if problem.rates.dense is not None:
@@ -263,10 +266,9 @@ def find_best(problem: Problem, memory_bytes: int) -> Iterator[tuple[dict[str, A
             kinds = [layers[number] for number in sorted(layers)]
             hots = [1.0 if kind.hot >= 1.0 - 1e-6 else round_share(kind.hot) for kind in kinds]
             denses = [round_share(min(x.dense, hot)) for x, hot in zip(kinds, hots, strict=True)]
-            values = write_values(problem, best, hots, denses)
             # The search rounds otherwise: in a hair's breadth there may be no plan.
             with suppress(Shortage):
-                yield values, fit_values(problem.wish, values, round_size(memory_bytes))
+                yield fit_plan(problem.resolve(best, hots, denses), round_size(memory_bytes))
 
 
 def _list_cached(predictor: PredictorMode) -> tuple[float, ...]:

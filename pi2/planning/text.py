@@ -34,7 +34,6 @@ from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.refinement import describe_layout
-from pi2.planning.wish import list_split_units
 from pi2.tracing import add_legend, make_figure, save_figure
 
 _MOST_OTHERS = 60
@@ -56,9 +55,8 @@ _TABLES = (
 def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
     """The document's text; equal wishes and documents give equal texts."""
     values, resolved = planned.values, planned.resolved
-    units = {
-        resolved.device.units[name].kind for name in list_split_units(planned.values["layers"])
-    }
+    names = (resolved.sparse_unit, *resolved.dense_units)
+    units = {resolved.device.units[name].kind for name in names}
     memory = values["memory"]
     sampling, recommended = recommend_sampling(resolved.model)
     wished = planned.wish.tokens_s
@@ -127,7 +125,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     if (batch := plan.decode.batch) > 1:
         yield (f"For {batch} sequences at a time: what any of them uses is read and kept for all.")
     yield from describe_cost(cost)
-    for name in sorted(list_split_units(planned.values["layers"])):
+    for name in sorted((resolved.sparse_unit, *resolved.dense_units)):
         backend = resolved.name_backend(name)
         if find_backend(backend).ONLY_EMULATED and not resolved.device.units[name].kernels:
             yield (

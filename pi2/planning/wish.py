@@ -13,9 +13,9 @@ from pi2.caches import is_gguf
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost, cost_plan
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fitting.budget import MIB, fit_plan, write_memory
+from pi2.fitting.budget import MIB
 from pi2.fitting.check import check_file
-from pi2.fitting.completion import choose_backends, resolve_values
+from pi2.fitting.completion import choose_backends
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device
@@ -162,18 +162,19 @@ def write_values(
     if choices.lends and not whole:
         values["kv"]["lend"] = True
     values["layers"] = _write_layers(problem, hots, denses)
-    units = {wish.device.units[name].kind for name in list_split_units(values["layers"])}
-    values["backends"] = choose_backends(units)
+    names = [find_cpu(wish.device)]
     if unit is not None and max(denses) > 0.0:
+        names.append(unit.name)
         if unit.name in wish.unit_memory:
             size = round_size(wish.unit_memory[unit.name])
             values["memory"]["units"] = {unit.name: {"budget": format_bytes(size)}}
         if share := problem.rates.fair_share:
             # The unit has its part of everything but the FFN as well, and prompts.
-            split = {unit.name: share, find_cpu(wish.device): round(1.0 - share, 2)}
+            split = {unit.name: share, names[0]: round(1.0 - share, 2)}
             values["projections"] = {"attention": split, "head": split}
             if unit.ops_s is not None:
                 values["prefill"]["unit"] = unit.name
+    values["backends"] = choose_backends(wish.device.units[name].kind for name in names)
     values["io"] = problem.ios[0].write()
     # Where nothing is read there is nothing to look ahead for, or to leave out.
     looks = choices.predictor in LOOK_AHEAD_MODES and not whole
@@ -181,22 +182,6 @@ def write_values(
     if wish.leave_out > 0.0 and choices.predictor == "low-rank" and not whole:
         values["decode"]["leave_out"] = wish.leave_out
     return values
-
-
-def fit_values(wish: Wish, values: dict[str, Any], memory_bytes: int | None) -> ResolvedPlan:
-    """Write sizes into a plan's values, and shares that have room; `Shortage` as `fit_plan`."""
-    limits = wish.thresholds if "sparsity" in values else None
-    wanted = replace(resolve_values(values, wish.device, wish.model), thresholds=limits)
-    fitted = fit_plan(wanted, memory_bytes)
-    values["memory"] |= write_memory(fitted.plan)
-    values["layers"] = fitted.plan.layers.model_dump(exclude_unset=True)
-    return fitted
-
-
-def list_split_units(layers: Mapping[str, Any]) -> set[str]:
-    """Names of the units in the splits of a table ``[layers]``."""
-    tables = [layers, *layers.get("overrides", ())]
-    return {name for table in tables for name in table.get("split", ())}
 
 
 def _write_layers(
