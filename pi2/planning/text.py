@@ -15,13 +15,14 @@ from pi2.costs.settings import read_stored
 from pi2.diagnostics import UserError
 from pi2.engine.run_report import describe_expected
 from pi2.fitting import count_unit_needs, find_backend
-from pi2.fitting.completion import StoreOrigin, choose_backends, complete_plan, resolve_values
+from pi2.fitting.completion import StoreOrigin, complete_plan, resolve_values
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.arithmetic.sources import FileFacts
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.plan_units import write_selector
 from pi2.plan.documents.quantities import (
     TOKEN_UNITS,
     approximate_bytes,
@@ -55,9 +56,6 @@ _TABLES = (
 def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
     """The document's text; equal wishes and documents give equal texts."""
     values, resolved = planned.values, planned.resolved
-    names = (resolved.sparse_unit, *resolved.dense_units)
-    units = {resolved.device.units[name].kind for name in names}
-    memory = values["memory"]
     sampling, recommended = recommend_sampling(resolved.model)
     wished = planned.wish.tokens_s
     document = {
@@ -67,8 +65,8 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         **({} if wished is None else {"speed": format_quantity(wished, TOKEN_UNITS)}),
         "device": device,
         "model": model,
-        "backends": choose_backends(units),
-        "memory": memory,
+        "backends": values["backends"],
+        "memory": values["memory"],
         **{key: values[key] for key in _TABLES if key in values},
         **sampling,
     }
@@ -77,14 +75,14 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     remarks: dict[KeyPath, str | None] = {
         **recommended,
         ("weights",): "relative to this file",
-        ("backends",): explain_backends(units),
+        ("backends",): explain_backends(resolved.plan.backends),
         ("memory", "budget"): describe_budget(resolved.device),
         ("memory", "embedding"): "rows are read when their tokens come",
         ("bundle", "stride"): f"{resolved.bundle.used_bytes} bytes are used",
         ("bundle", "scales"): "in memory",
         ("layers", "hot"): "share of neurons that stay in memory",
         ("kv", "lend"): "cold neurons use it until the context does",
-        **{("memory", "units", unit, "budget"): what for unit in memory.get("units", ())},
+        **{("memory", "units", unit, "budget"): what for unit in resolved.plan.memory.units},
     }
     head = [f"# {line}" if line else "#" for line in describe_choices(planned)]
     return "\n".join([*head, *write_tables(Plan, (), document, remarks.get)]) + "\n"
@@ -312,8 +310,7 @@ def write_cost(cost: Cost) -> Iterator[str]:
     groups = groupby(enumerate(cost.layers), key=lambda item: item[1])
     rows = []
     for layer, group in groups:
-        numbers = [number for number, _ in group]
-        name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        name = write_selector(number for number, _ in group)
         times = (f"{_find_term(layer, term) * 1e6:.0f}" for term in _TERMS)
         counts = f"{layer.used:.0f}", f"{layer.missing:.1f}"
         rows.append([name, approximate_bytes(layer.hot_bytes), *counts, *times])

@@ -21,6 +21,7 @@ from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments
+from pi2.plan.documents.plan_units import write_selector
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
@@ -204,7 +205,7 @@ def _write_layers(
     for kind, layers in kinds.items():
         if kind == base:
             continue
-        values: dict[str, Any] = {"select": _write_ranges(layers)}
+        values: dict[str, Any] = {"select": write_selector(layers)}
         if split(kind[1]) != split(base[1]):
             values["split"] = split(kind[1])
         if kind[0] != base[0]:
@@ -213,17 +214,6 @@ def _write_layers(
     if overrides:
         found["overrides"] = overrides
     return found
-
-
-def _write_ranges(layers: Sequence[int]) -> str:
-    """Write a selector of layers: ``"0-3,7"``."""
-    parts: list[list[int]] = []
-    for layer in layers:
-        if parts and parts[-1][1] == layer - 1:
-            parts[-1][1] = layer
-        else:
-            parts.append([layer, layer])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 _CLOSE = 1 / 1024
