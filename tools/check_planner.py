@@ -220,7 +220,9 @@ def draw_values(
         cpu = next(name for name, unit in wish.device.units.items() if unit.kind == "cpu")
         found["layers"] = {"split": {cpu: 1.0}, "hot": 0.0}
         bare = resolve_values(found, wish.device, wish.model)
-        runtime_bytes = count_runtime(wish.model, wish.memory_bytes, units=problem.unit_kinds)
+        dense = problem.rates.dense
+        kinds = [] if dense is None else [wish.device.units[dense.name].kind]
+        runtime_bytes = count_runtime(wish.model, wish.memory_bytes, units=kinds)
         room = find_room(bare, wish.memory_bytes, runtime_bytes)
         whole = problem.layer_bytes * wish.model.shape.layers
         most = max(room, 0) / whole

@@ -42,7 +42,6 @@ from pi2.fitting.completion import resolve_values
 from pi2.memory.arena import count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes, list_chunks
-from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import KvType
 from pi2.plan.documents.quantities import round_size
 from pi2.plan.weights.layout import BundleLayout, round_up
@@ -111,11 +110,6 @@ class Problem:
     @property
     def layer_bytes(self) -> int:
         return self.wish.model.layer_neurons * self.bundle.stride
-
-    @property
-    def unit_kinds(self) -> list[UnitKind]:
-        dense = self.rates.dense
-        return [] if dense is None else [self.wish.device.units[dense.name].kind]
 
     @property
     def kv_types(self) -> tuple[KvType, ...]:
@@ -328,7 +322,7 @@ def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Descriptio
     dense = choices.dense if unit is not None else 0.0
     own = unit is not None and wish.find_unit_memory(unit.name) is not None
     model = wish.model
-    units = problem.unit_kinds if dense > 0.0 else []
+    units = [wish.device.units[unit.name].kind] if unit is not None and dense > 0.0 else []
     room = find_room(frame.resolved, memory_bytes, count_runtime(model, memory_bytes, units=units))
     whole = model.shape.layers * problem.layer_bytes
     if dense > 0.0 and unit is not None:
@@ -404,7 +398,7 @@ def _time_prompt_token(problem: Problem, choices: Choices) -> float:
     wish, rates = problem.wish, problem.rates
     layers = wish.model.shape.layers
     rate = rates.steps["gather"].bytes_s if rates.flash is None else rates.flash.find_stream_rate()
-    weights = problem.find_frame(choices, whole=True).description.settings.sizes.neuron_weights
+    weights = len(problem.bundle.parts) * wish.model.stored_neuron_width
     once_s = 0.0 if rates.dense_many is None else rates.dense_many[0]
     touched = 1.0
     if wish.model.moe is not None:
