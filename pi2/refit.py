@@ -2,7 +2,7 @@
 
 If not all neurons fit, the embedding and the unused part of the context make room for them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,16 +30,6 @@ SIZE_CODES = frozenset({"P201", "P202", "P263", "P264"})
 _WORTHWHILE_NEURONS = 256
 """Room for so many neurons saves more reads than the two that a row of the embedding takes: of the
 neurons that a cache just holds, one in a hundred or more is used for a token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refit:
-    """What a plan becomes."""
-
-    overrides: Mapping[str, object]
-    """Values to load the plan with, by key."""
-    changes: tuple[str, ...]
-    """The changed values in words, one line each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,17 +117,16 @@ def read_plan(
         errors = _list_errors(report)
     if report.candidate is not None and (errors or memory_bytes is not None):
         try:
-            refit = refit_plan(
-                report.candidate, memory_bytes or report.candidate.plan.memory.budget
-            )
+            budget = memory_bytes or report.candidate.plan.memory.budget
+            follows, told = refit_plan(report.candidate, budget)
         except UserError as error:
             if memory_bytes is not None:
                 raise
             raise UserError(error.diagnostics) from None  # a finding, as without a fit
-        if memory_bytes is None and _contradicts(refit.overrides, given):
+        if memory_bytes is None and _contradicts(follows, given):
             return unfit
-        fitted |= refit.overrides
-        changes += refit.changes
+        fitted |= follows
+        changes += told
         report = check(overrides={**given, **fitted})
     return FittedPlan(report=report, overrides={**given, **fitted}, changes=tuple(changes))
 
@@ -219,8 +208,11 @@ def _contradicts(fitted: Mapping[str, object], given: Mapping[str, object]) -> b
     return False
 
 
-def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
-    """Fit ``resolved`` into ``budget_bytes``.
+def refit_plan(
+    resolved: ResolvedPlan, budget_bytes: int
+) -> tuple[Mapping[str, object], Sequence[str]]:
+    """Fit ``resolved`` into ``budget_bytes``: values to load the plan with, by key, and the changed
+    ones in words, one line each.
 
     If some neurons do not fit, rows of the embedding come from flash and the context lends its
     unused part. A stated ``memory.embedding`` or ``kv.lend`` stays; `pi2.fitting.budget` does the
@@ -234,7 +226,7 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
         overrides |= {key: value for key, value, _ in savings}
         changes = [f"{key}: {reason}" for key, _, reason in savings]
     try:
-        fitted = fit_plan(resolved, budget_bytes, runtime_bytes=runtime_bytes)
+        fitted = fit_plan(resolved, budget_bytes, stated={"runtime": runtime_bytes})
     except Shortage as shortage:
         if not all(name.startswith("units.") for name in shortage.sizes):
             shortage = Shortage(shortage.sizes, _find_least(resolved, shortage))
@@ -251,7 +243,7 @@ def refit_plan(resolved: ResolvedPlan, budget_bytes: int) -> Refit:
     for name, size in fitted.plan.memory.segments:
         derived[f"memory.segments.{name}"] = format_bytes(size)
     overrides |= {k: v for k, v in derived.items() if tuple(k.split(".")) in resolved.derived}
-    return Refit(overrides=overrides, changes=tuple(changes))
+    return overrides, changes
 
 
 def _find_runtime(resolved: ResolvedPlan, budget_bytes: int) -> int:
@@ -291,7 +283,7 @@ def _find_least(resolved: ResolvedPlan, shortage: Shortage) -> int:
     for _ in range(_TRIES):
         budget = round_up(budget, MIB)
         try:
-            fit_plan(resolved, budget, runtime_bytes=_find_runtime(resolved, budget))
+            fit_plan(resolved, budget, stated={"runtime": _find_runtime(resolved, budget)})
         except Shortage as further:
             budget = max(budget + 1, further.needed_bytes)
         else:

@@ -36,7 +36,15 @@ from pi2.costs.cost import cost_plan, count_memory
 from pi2.costs.cost_layer import PROMPT
 from pi2.costs.rates import read_rates
 from pi2.diagnostics import UserError, texts
-from pi2.fitting.budget import MIB, Shortage, find_room, fit_plan, round_share, write_memory
+from pi2.fitting.budget import (
+    MIB,
+    Shortage,
+    count_runtime,
+    find_room,
+    fit_plan,
+    round_share,
+    write_memory,
+)
 from pi2.fitting.check import load_plan
 from pi2.fitting.completion import resolve_values
 from pi2.plan.documents.device import Device
@@ -212,7 +220,10 @@ def draw_values(
         cpu = next(name for name, unit in wish.device.units.items() if unit.kind == "cpu")
         found["layers"] = {"split": {cpu: 1.0}, "hot": 0.0}
         bare = resolve_values(found, wish.device, wish.model)
-        room = find_room(bare, wish.memory_bytes, problem.runtime_bytes)
+        dense = problem.rates.dense
+        kinds = [] if dense is None else [wish.device.units[dense.name].kind]
+        runtime_bytes = count_runtime(wish.model, wish.memory_bytes, units=kinds)
+        room = find_room(bare, wish.memory_bytes, runtime_bytes)
         whole = problem.layer_bytes * wish.model.shape.layers
         most = max(room, 0) / whole
         found["layers"]["hot"] = round_share(min(1.0, most if mode == "none" else part * most))

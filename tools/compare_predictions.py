@@ -154,7 +154,7 @@ def make_plan(cell: Cell) -> ResolvedPlan:
     cold = (
         0 if hot >= 1.0 else max(int(cell.memory * cell.cache * neurons), resolved.needs.cold.bytes)
     )
-    return fit_plan(resolved, None, cold_bytes=cold)
+    return fit_plan(resolved, None, stated={"cold": cold})
 
 
 def compare_cell(cell: Cell, tokens: int = TOKENS) -> Outcome | None:

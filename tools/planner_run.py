@@ -27,11 +27,10 @@ from pi2.fitting.check import load_plan
 from pi2.machine import list_allowed_cores
 from pi2.measuring.contestant import BandwidthMeter, Worker
 from pi2.measuring.report import Workload
-from pi2.measuring.session import PlanContestant, PlanRecipe
+from pi2.measuring.session import PlanContestant
 from pi2.plan.documents.device import Device, ReadFigure
 from pi2.probing.probe import METER_BYTES
 from pi2.probing.storage import MIB, ReadSpec, StorageBench
-from pi2.progress import ignore_progress
 
 TEXT_CHARACTERS = 20_000
 """Encoding a long text takes memory that is not the plan's."""
@@ -69,8 +68,7 @@ def measure_plan(arguments: argparse.Namespace) -> dict[str, Any]:
     cores = list_allowed_cores()[: load_plan(arguments.plans[0]).plan.threads.compute]
     # Others' work on the machine makes the system put two threads on one core.
     overrides = {"threads.cores": ",".join(map(str, cores))} if cores else {}
-    recipe = PlanRecipe(path=arguments.plans[0], overrides=overrides, text=text)
-    contestant = recipe(ignore_progress)
+    contestant = PlanContestant(arguments.plans[0], overrides, text)
     found: dict[str, Any] = {"prefill": None}
     try:
         if arguments.prompt:

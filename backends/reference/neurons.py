@@ -36,13 +36,19 @@ def compute_activations(
 ) -> F32:
     """Activations [T, n] of ``bundles`` [n, stride] for ``inputs`` [T, hidden], times ``routes``
     [T, experts] in an MoE model; ``cutoffs`` [T, 1] of gates."""
+    values = multiply_inputs(layout, inputs, bundles)
+    if layout.expert_offset is None or routes is None:
+        return activate(model, values[0], values[1] if layout.is_gated else None, cutoffs)
+    return weigh_activations(model, values, routes[:, slice_experts(bundles, layout)], cutoffs)
+
+
+def multiply_inputs(layout: BundleLayout, inputs: F32, bundles: U8) -> list[F32]:
+    """Gates and ups, or only ups, [T, n] of ``bundles`` [n, stride] for ``inputs`` [T, hidden]."""
     values = []
     for index in range(2 if layout.is_gated else 1):
         value = inputs @ unpack_part(bundles, layout, index).T
         values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
-    if layout.expert_offset is None or routes is None:
-        return activate(model, values[0], values[1] if layout.is_gated else None, cutoffs)
-    return weigh_activations(model, values, routes[:, slice_experts(bundles, layout)], cutoffs)
+    return values
 
 
 def weigh_activations(

@@ -46,9 +46,7 @@ class IoChoice:
     threads: int
     depth: int
     neuron_s: float
-    """Time of one of many reads of a neuron."""
-    run_s: float = 0.0
-    """Time of a neuron if a request reads many neighbours, such as an expert's."""
+    """Time of one of many reads of a neuron, or of neighbours such as an expert's."""
     call_s: float = 0.0
     """Time of a batch in addition to its reads."""
     few: int = 1
@@ -175,24 +173,25 @@ def time_stretches(single_s: float, stream_s: float, merged: MergedReads) -> flo
 def list_io_choices(
     flash: Flash, stride: int, range_bytes: int, place_s: float = 0.0, *, run: int = 1
 ) -> list[IoChoice]:
-    """Measured settings with a neuron's time, fastest first; figures without depth or threads are
-    of a full queue."""
+    """Measured settings with the time of a read of ``run`` neurons, fastest first; figures without
+    depth or threads are of a full queue."""
     settings = sorted(
         {(item.depth, item.threads) for item in flash.points if item.pattern == "random"}, key=str
     )
     found: dict[tuple[str, int, int], IoChoice] = {}
     for depth, threads in settings:
         choice = _make_choice(flash, stride, range_bytes, depth, threads)
-        many = _make_choice(flash, run * stride, range_bytes, depth, threads)
-        run_s = (many.neuron_s + place_s) / run
-        choice = replace(choice, neuron_s=choice.neuron_s + place_s, run_s=run_s)
+        if run > 1:
+            many = _make_choice(flash, run * stride, range_bytes, depth, threads)
+            choice = replace(choice, neuron_s=many.neuron_s, few=1)
+        choice = replace(choice, neuron_s=choice.neuron_s + place_s)
         key = (choice.engine, choice.threads, choice.depth)
         if key not in found or choice.neuron_s < found[key].neuron_s:
             found[key] = choice
     if not any(item.engine == "pread" for item in found.values()):
         queue = min(found.values(), key=lambda item: item.neuron_s)
         for threads in _THREADS:
-            found["pread", threads, 1] = _make_waiting(flash, stride, queue, threads, place_s, run)
+            found["pread", threads, 1] = _make_waiting(flash, run * stride, queue, threads, place_s)
     return sorted(found.values(), key=lambda item: (item.neuron_s, item.threads, item.depth))
 
 
@@ -211,8 +210,6 @@ def find_reads(
         near = abs(item.depth - depth), abs(item.threads - wanted.threads)
         return near if wanted.engine == "io_uring" else near[::-1]
 
-    if run > 1:
-        same = [replace(item, neuron_s=run * item.run_s, few=1) for item in same]
     chosen = min(same, key=distance)
     one_s, four_s = (
         count * stride / flash.find_random_rate(flash.points, count * stride, range_bytes)
@@ -245,24 +242,14 @@ def _divide_reads(
 
 
 def _make_waiting(
-    flash: Flash, stride: int, queue: IoChoice, threads: int, place_s: float, run: int
+    flash: Flash, size_bytes: int, queue: IoChoice, threads: int, place_s: float
 ) -> IoChoice:
     """Threads that wait for each read of theirs, on a device whose full ``queue`` is known."""
-    best = max(item.rate for item in flash.points)
+    alone_s = flash.latency_s + size_bytes / max(item.rate for item in flash.points)
     penalty = 1.0 - flash.reader_penalty if threads > 1 else 1.0
-
-    def time_one(neurons: int, queue_s: float) -> float:
-        alone_s = flash.latency_s + neurons * stride / best
-        placed_s = place_s / neurons
-        return max((queue_s - placed_s) / penalty, alone_s / threads / neurons) + placed_s
-
+    read_s = max((queue.neuron_s - place_s) / penalty, alone_s / threads)
     return IoChoice(
-        engine="pread",
-        threads=threads,
-        depth=1,
-        neuron_s=time_one(1, queue.neuron_s),
-        run_s=time_one(run, queue.run_s),
-        call_s=flash.latency_s,
+        engine="pread", threads=threads, depth=1, neuron_s=read_s + place_s, call_s=flash.latency_s
     )
 
 

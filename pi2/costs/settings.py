@@ -318,9 +318,11 @@ def _find_merge_gap(resolved: ResolvedPlan, store: Path | None) -> int | None:
 
 
 def _divide_bundle(resolved: ResolvedPlan, rates: Rates) -> tuple[int, float] | None:
-    """Two reads of a neuron, if the plan has them; pi2 measures reads of whole ones."""
-    bundle = resolved.bundle
-    if resolved.plan.pipeline.phases == 1 or rates.measured or not bundle.is_gated:
+    """Two reads of a neuron, if the plan has them; pi2 measures reads of whole ones, and a router
+    has experts read whole."""
+    bundle, plan = resolved.bundle, resolved.plan
+    is_whole = plan.pipeline.phases == 1 or plan.decode.predictor == "router"
+    if is_whole or rates.measured or not bundle.is_gated:
         return None
     first = round_up(bundle.first_bytes, find_block_bytes(resolved.device))
     return None if first >= bundle.stride else (first, rates.constants.up_down_share)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, floor
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pi2.diagnostics import UserError
@@ -151,15 +152,15 @@ def fit_plan(
     resolved: ResolvedPlan,
     budget_bytes: int | None,
     *,
-    runtime_bytes: int | None = None,
-    cold_bytes: int | None = None,
+    stated: Mapping[str, int] = MappingProxyType({}),
 ) -> ResolvedPlan:
     """Fit segments, unit memories, hot shares and splits of a plan that states the most.
-    ``budget_bytes`` None: the least that holds all; ``runtime_bytes`` by default from
-    `count_runtime`; ``cold_bytes``: most of the cold cache. Raises `Shortage`."""
+    ``budget_bytes`` None: the least that holds all; ``stated``: sizes of ``runtime`` and `FIXED`
+    that are kept if they are enough, and the most of ``cold``. Raises `Shortage`."""
     model = resolved.model
     resolved = _fit_own_memories(resolved)
-    fixed = _size_fixed(resolved)
+    fixed = _size_fixed(resolved, stated)
+    runtime_bytes, cold_bytes = stated.get("runtime"), stated.get("cold")
     if budget_bytes is None:
         neurons = sum(_size_neurons(resolved, MIB).values())
         neurons += _size_cold(resolved, cold_bytes, MIB)
@@ -168,7 +169,7 @@ def fit_plan(
     if counts_runtime := runtime_bytes is None:
         usable = budget_bytes // MIB * MIB  # as coarse as what the runtime takes of it
         runtime_bytes = count_runtime(model, usable, units=resolved.list_unit_kinds())
-    room = find_room(resolved, usable, runtime_bytes)
+    room = usable - runtime_bytes - sum(fixed.values())
     step = _find_step(room)
     room = room // step * step
     fitted = _fit_neurons(resolved, room, step)
@@ -194,19 +195,18 @@ def _find_step(size_bytes: int) -> int:
     return MIB if size_bytes >= _LARGE_BYTES else _PAGE_BYTES
 
 
-def _keep_size(stated_bytes: int, need_bytes: int) -> int:
-    """A rounded size, or the stated one if it is in between."""
-    rounded = round_segment(need_bytes)
-    return min(stated_bytes, rounded) if stated_bytes >= need_bytes else rounded
-
-
-def _size_fixed(resolved: ResolvedPlan) -> dict[str, int]:
-    """Sizes of the segments that do not depend on the hot neurons, ``runtime`` left out."""
-    needs = resolved.needs
-    return {
-        name: _keep_size(getattr(resolved.plan.memory.segments, name), getattr(needs, name).bytes)
-        for name in FIXED
-    }
+def _size_fixed(
+    resolved: ResolvedPlan, stated: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """Sizes of the segments that do not depend on the hot neurons, ``runtime`` left out: as
+    ``stated``; else rounded needs, or the plan's sizes if they are in between."""
+    sizes = {}
+    for name in FIXED:
+        need = getattr(resolved.needs, name).bytes
+        rounded, own = round_segment(need), getattr(resolved.plan.memory.segments, name)
+        size = stated.get(name, min(own, rounded))
+        sizes[name] = size if size >= need else rounded
+    return sizes
 
 
 def _size_neurons(resolved: ResolvedPlan, step: int) -> dict[str, int]:

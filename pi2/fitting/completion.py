@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from pi2.diagnostics import UserError
 from pi2.fitting import list_usual_backends
 from pi2.fitting.budget import (
-    FIXED,
     MIB,
     Shortage,
     explain_shortage,
@@ -360,38 +359,27 @@ class StoreOrigin(Origin):
 class _WeighedStore(Weighed):
     def __init__(self, wanted: ResolvedPlan, found: Completion) -> None:
         """``wanted`` states the most that may stay in memory."""
-        stated, segments = found.read("memory", "segments") or {}, wanted.plan.memory.segments
-        self._stated, self._hot = stated, found.read("layers", "hot")
-        if "hot" in stated and self._hot is None:
+        names, segments = found.read("memory", "segments") or {}, wanted.plan.memory.segments
+        self._stated = {name: size for name, size in segments if name in names}
+        self._hot = found.read("layers", "hot")
+        if "hot" in names and self._hot is None:
             wanted = find_largest_hot(wanted, segments.hot)
-        needs = dict(wanted.needs.items())
-        self.workspace, self._wanted = needs["workspace"].bytes, wanted
+        self.workspace, self._wanted = wanted.needs.workspace.bytes, wanted
         self.weights = count_ffn_bytes(wanted)
-        self._runtime = segments.runtime if "runtime" in stated else None
-        self._cold = segments.cold if "cold" in stated else None
-        # What is stated beyond its need is taken from the rest.
-        own = [(getattr(segments, name), needs[name].bytes) for name in FIXED if name in stated]
-        self._spare: int = sum(max(0, size - round_segment(need)) for size, need in own)
 
     @property
     def whole(self) -> int:
-        return self._fit(None).plan.memory.budget + self._spare
-
-    def _fit(self, budget: int | None) -> ResolvedPlan:
-        return fit_plan(self._wanted, budget, runtime_bytes=self._runtime, cold_bytes=self._cold)
+        return fit_plan(self._wanted, None, stated=self._stated).plan.memory.budget
 
     def fit(self, budget: int) -> Fit:
-        try:
-            fitted = self._fit(budget - self._spare)
-        except Shortage as shortage:
-            raise Shortage(shortage.sizes, shortage.needed_bytes + self._spare) from None
+        fitted = fit_plan(self._wanted, budget, stated=self._stated)
         plan, memory = self._wanted.plan, fitted.plan.memory
         hot = fitted.plan.layers.hot if self._hot is None else self._hot
         layers = plan.layers.model_copy(update={"hot": hot})
         final = replace(self._wanted, plan=plan.model_copy(update={"layers": layers}))
         sizes: dict[str, int] = dict(memory.segments)
         sizes["hot"] = max(sizes["hot"], round_segment(final.needs.hot.bytes))
-        sizes |= {name: size for name, size in plan.memory.segments if name in self._stated}
+        sizes |= self._stated
         if "cold" not in self._stated:
             others = sum(sizes.values()) - sizes["cold"]
             sizes["cold"] = max(0, min(sizes["cold"], budget - others))

@@ -342,14 +342,13 @@ class Inspection:
 
     def follow_thresholds(self) -> Thresholds | None:
         """Read the thresholds that the plan names, if it does."""
-        plan, file = self.documents.get("plan"), self.files.get("plan")
-        if file is None or not isinstance(plan, Plan):
-            return None
-        if plan.sparsity is None or plan.sparsity.thresholds is None:
+        plan = self.documents.get("plan")
+        if not isinstance(plan, Plan) or plan.sparsity is None or plan.sparsity.thresholds is None:
             return None
         from pi2.plan.reading.thresholds import read_thresholds
 
-        path, place = ("sparsity", "thresholds"), file.path.parent / plan.sparsity.thresholds
+        file, path = self.files["plan"], ("sparsity", "thresholds")
+        place = file.path.parent / plan.sparsity.thresholds
         try:
             if not self.is_replaced(path):
                 check_inside(place, file.path.parent, self.root)
@@ -365,8 +364,8 @@ class Inspection:
 
     def locate_draft(self) -> Located | None:
         """Find the plan of the model that drafts tokens, if the plan names one."""
-        plan, file = self.documents.get("plan"), self.files.get("plan")
-        if file is None or not isinstance(plan, Plan) or plan.decode.speculation is None:
+        plan = self.documents.get("plan")
+        if not isinstance(plan, Plan) or plan.decode.speculation is None:
             return None
         reference = plan.decode.speculation.plan
         if reference is None or (self.runs_file and plan.decode.speculation.drafts == "mtp"):

@@ -13,12 +13,11 @@ import numpy as np
 
 from pi2.arrays import F32, F64, I64, U8
 from pi2.backends.protocol import BuildRequest
-from pi2.backends.reference.neurons import activate
+from pi2.backends.reference.neurons import activate, multiply_inputs
 from pi2.engine.layer_model import Routing
 from pi2.measuring.texts import Scores, Unfinished
 from pi2.plan.documents.plan_units import SparsityMethod
 from pi2.plan.reading.thresholds import LayerThresholds
-from pi2.plan.weights.bundles import slice_bias, unpack_part
 
 _FINE_SHIFT = 17
 """Bits of a float32 below its sign, exponent and the first 6 of its mantissa."""
@@ -35,10 +34,7 @@ def compute_magnitudes(request: BuildRequest, inputs: F32, bundles: U8, cutoffs:
     """|act(gate)| and act(gate) * up [2, T, n] of ``bundles`` [n, .] for ``inputs`` [T, hidden] and
     ``cutoffs`` [T, 1]; without gates, up twice."""
     layout = request.whole_bundle
-    values = []
-    for index in range(2 if layout.is_gated else 1):
-        value = inputs @ unpack_part(bundles, layout, index).T
-        values.append(value + slice_bias(bundles, layout, index) if layout.biases else value)
+    values = multiply_inputs(layout, inputs, bundles)
     gate = activate(request.model, values[0], None, cutoffs)
     product = gate * values[1] if layout.is_gated else gate
     return np.asarray(np.abs(np.stack([gate, product])))

@@ -15,12 +15,13 @@ import numpy as np
 from pi2.arrays import F16, F32, I64, U8, Bits
 from pi2.backends.arithmetic import slice_tensor
 from pi2.backends.protocol import BuildRequest
+from pi2.backends.reference.neurons import widen
 from pi2.engine.layer_model import Routing
 from pi2.engine.loaded_model import LoadedModel
 from pi2.formats import find_packing
 from pi2.measuring.texts import Window, run_windows
 from pi2.model.tensor import name_layer_tensor
-from pi2.plan.weights.layout import GROUP, Precision, Tensor, round_up
+from pi2.plan.weights.layout import GROUP, Precision, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,9 +364,11 @@ def compute_scores(request: BuildRequest, layer: int, inputs: F32) -> F32:
     scores = np.empty((len(inputs), request.neurons), np.float32)
     every = np.arange(request.neurons, dtype=np.int32)
     order = every if request.expert_neurons is None else request.expert_neurons[layer]
-    for expert, neurons in enumerate(order.reshape(request.model.expert_count, -1)):
+    count = request.model.expert_count
+    for expert, neurons in enumerate(order.reshape(count, -1)):
         kinds = ("predictor_in", "predictor_out", "predictor_bias")
-        weights = Weights(*(_read(request, layer, kind, expert) for kind in kinds))
+        whole = (request.tensors[name_layer_tensor(layer, kind)] for kind in kinds)
+        weights = Weights(*(widen(slice_tensor(item, expert, count)) for item in whole))
         scores[:, neurons] = weights.score(inputs)
     return scores
 
@@ -373,15 +376,6 @@ def compute_scores(request: BuildRequest, layer: int, inputs: F32) -> F32:
 def can_compare(request: BuildRequest) -> bool:
     has_predictors = name_layer_tensor(0, "predictor_in") in request.tensors
     return has_predictors and (request.model.moe is None or request.expert_neurons is not None)
-
-
-def _read(request: BuildRequest, layer: int, kind: str, expert: int) -> F32:
-    whole: Tensor = request.tensors[name_layer_tensor(layer, kind)]
-    tensor = slice_tensor(whole, expert, request.model.expert_count)
-    if tensor.precision is None:
-        return np.asarray(tensor.weights, np.float32)
-    weights = np.asarray(tensor.weights).view(np.uint8)
-    return find_packing(tensor.precision).dequantize(weights, tensor.scales, tensor.length)
 
 
 class RecallCounter:

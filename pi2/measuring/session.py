@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +17,6 @@ import numpy as np
 
 from pi2.diagnostics import UserError
 from pi2.engine.accounts import TokenBytes
-from pi2.engine.loaded_model import LoadedModel
 from pi2.machine import detect_memory
 from pi2.measuring.contestant import (
     BUFFER_BYTES,
@@ -39,23 +39,18 @@ from pi2.progress import Progress, ignore_progress
 from pi2.refit import FittedPlan
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRecipe:
-    """Loads a plan in the process that is to be timed."""
-
-    path: Path
-    overrides: Mapping[str, object]
-    text: str | None = None
-    """Text that tokens are taken from; without it, tokens of the vocabulary in order."""
-
-    def __call__(self, progress: Progress) -> PlanContestant:
-        model = load(self.path, set=dict(self.overrides), progress=progress)
-        return PlanContestant(model, self.path, self.text)
-
-
 class PlanContestant:
-    def __init__(self, model: LoadedModel, path: Path, text: str | None) -> None:
-        self._model = model
+    """A plan that is loaded in the process that is to be timed."""
+
+    def __init__(
+        self,
+        path: Path,
+        overrides: Mapping[str, object],
+        text: str | None = None,
+        progress: Progress = ignore_progress,
+    ) -> None:
+        """``text`` gives the tokens; without it, they are of the vocabulary in order."""
+        self._model = load(path, set=dict(overrides), progress=progress)
         self._path = path
         self._named: Counter[int] = Counter()
         """Neurons that tokens named, by the number of sequences."""
@@ -63,11 +58,11 @@ class PlanContestant:
         """Different ones of those in each step."""
         self._filled: tuple[int, int] | None = None
         """Tokens of each sequence that steps go on from, and how many sequences."""
-        shape, tokenizer = model.plan.model.shape, model.plan.model.tokenizer
         if text is None:
-            self._tokens = TokenSource.walk_vocabulary(shape.vocab, tokenizer.eos)
+            model = self._model.plan.model
+            self._tokens = TokenSource.walk_vocabulary(model.shape.vocab, model.tokenizer.eos)
         else:
-            ids = model.encode(text)
+            ids = self._model.encode(text)
             if not ids:
                 raise UserError.of("P641", "the text has no tokens")
             self._tokens = TokenSource(np.array(ids, np.int32))
@@ -262,7 +257,7 @@ def open_limit(threads: int) -> BandwidthLimit:
 
 def open_plan(found: FittedPlan, text: str | None, progress: Progress) -> RemoteContestant:
     """A plan in a process of its own; UserError P641."""
-    recipe = PlanRecipe(found.resolved.path, dict(found.overrides), text)
+    recipe = partial(PlanContestant, found.resolved.path, dict(found.overrides), text)
     return RemoteContestant(recipe, progress, "pi2")
 
 

@@ -1,48 +1,39 @@
 """From a wish to a plan: pose the problem, solve it, write the plan, or refuse the wish."""
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from pi2.costs.cost import Cost, cost_plan, cost_resolved
 from pi2.costs.kernel_times import Rates
 from pi2.costs.rates import check_flash, check_power, read_rates, read_whole_rates
-from pi2.costs.settings import StoredLayout, read_stored
+from pi2.costs.settings import read_stored
 from pi2.diagnostics import UserError
 from pi2.fitting import count_unit_needs, describe_unit, find_whole_backend, list_usual_backends
-from pi2.fitting.budget import MIB, Shortage, fit_plan, round_segment, write_memory
+from pi2.fitting.budget import MIB, Shortage, count_runtime, fit_plan, round_segment
 from pi2.fitting.completion import resolve_values
 from pi2.plan.arithmetic.resolved import ResolvedPlan
-from pi2.plan.arithmetic.sizes import find_block_bytes
 from pi2.plan.documents.plan import KvType, PredictorMode
+from pi2.plan.documents.plan_units import Sparsity
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
     compare_bytes,
-    format_bytes,
     write_least,
 )
 from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.refinement import (
     REWRITE_GAIN,
     Decision,
-    LayoutDecision,
     list_bundles,
     needs_rewriting,
-    refine_values,
+    refine_plan,
 )
-from pi2.planning.search import Problem, count_least, find_best, list_predictors, pose_problem
-from pi2.planning.wish import (
-    Wish,
-    check_device_memory,
-    list_split_units,
-    make_plan_values,
-    reach_speed,
-    write_values,
-)
+from pi2.planning.search import Problem, find_best, find_least, list_predictors, pose_problem
+from pi2.planning.wish import Wish, check_device_memory, make_plan_values, reach_speed
 from pi2.progress import Progress, ignore_progress
 
 _CHUNK = 256
@@ -58,7 +49,6 @@ class PlannedPlan:
     """A plan's values, and its expected speed and memory."""
 
     wish: Wish
-    values: dict[str, Any]
     resolved: ResolvedPlan
     cost: Cost
     full_tokens_s: float | None = None
@@ -67,8 +57,13 @@ class PlannedPlan:
     """Settings that were tried around the search's plan."""
     left_out: tuple[str, ...] = ()
     """A sentence for each unit that the plan does not use, and why."""
-    layout: LayoutDecision | None = None
-    """Distance of neurons in the store, if others were tried."""
+    others: tuple["PlannedPlan", ...] | None = None
+    """The best plans with other distances of neurons; None for a unit with the whole model."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the plan states, by key."""
+        return self.resolved.plan.model_dump(exclude_unset=True)
 
     @property
     def promised_tokens_s(self) -> float:
@@ -98,24 +93,12 @@ def plan(wish: Wish, progress: Progress = ignore_progress) -> PlannedPlan:
     return reach_speed(wish, plan_next, find_bounds(problem))
 
 
-def _leave_units(problem: Problem) -> Problem:
-    """The problem without units next to the processor, which take memory for copies."""
-    if problem.rates.dense is None:
-        return problem
-    return pose_problem(problem.wish, replace(problem.rates, dense=None), problem.bundle)
-
-
 def find_bounds(problem: Problem) -> tuple[int, int]:
     """The least memory of any plan, and one in which everything fits."""
-    least = count_least(_leave_units(problem))
-    wish = problem.wish
-    choices = replace(
-        least[0][1], kv=problem.kv_types[0], embedding="resident", chunk=problem.chunks[-1]
-    )
-    values = problem.make_values(choices)
-    values["layers"]["hot"] = 1.0
-    whole = fit_plan(resolve_values(values, wish.device, wish.model), None)
-    return least[0][0], int(whole.plan.memory.budget * _SPARE)
+    size, least = find_least(problem)
+    choices = replace(least, kv=problem.kv_types[0], embedding="resident", chunk=problem.chunks[-1])
+    whole = fit_plan(problem.resolve_even(choices, 1.0), None)
+    return size, int(whole.plan.memory.budget * _SPARE)
 
 
 Posed = dict[tuple[BundleLayout, bool], Problem]
@@ -165,12 +148,12 @@ def _plan_whole(wish: Wish) -> PlannedPlan | None:
             values["layers"] = {"split": {name: 1.0}, "hot": 1.0}
             if (resolved := _fit_whole(wish, name, values)) is not None:
                 cost = cost_resolved(resolved, rates, store=wish.store)
-                found.append(PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost))
+                found.append(PlannedPlan(wish=wish, resolved=resolved, cost=cost))
     if not found:
         return None
     best = min(found, key=score_plan)
     rates = read_whole_rates(wish.device, best.resolved.sparse_unit)
-    return finish_plan(wish, best.values, best.resolved, rates)
+    return finish_plan(wish, best.resolved, rates)
 
 
 def _fit_whole(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | None:
@@ -183,20 +166,17 @@ def _fit_whole(wish: Wish, name: str, values: dict[str, Any]) -> ResolvedPlan | 
     need = round_segment(count_unit_needs(resolved)[name].bytes)
     if need > (wish.find_unit_memory(name) or 0):
         return None
-    values["memory"]["units"] = {name: {"budget": format_bytes(need)}}
-    fitted = fit_plan(resolve_values(values, wish.device, wish.model), None).plan
-    if wish.memory_bytes is not None and fitted.memory.budget > wish.memory_bytes:
-        return None
-    values["memory"] |= write_memory(fitted)
-    return resolve_values(values, wish.device, wish.model)
+    fitted = fit_plan(resolved, None)
+    is_large = fitted.plan.memory.budget > (wish.memory_bytes or inf)
+    return None if is_large else fitted
 
 
 def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
     rates = _read_rates(wish)
-    stored = read_stored(wish.store)
     problems: list[Problem] = []
     best: list[PlannedPlan] = []
-    bundles, units = list_bundles(wish.device, wish.model, stored), [rates]
+    bundles = list_bundles(wish.device, wish.model, read_stored(wish.store))
+    units = [rates]
     if rates.dense is not None:
         # Using it costs a start in every layer.
         units.append(replace(rates, dense=None))
@@ -209,9 +189,8 @@ def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
                 posed[key] = pose_problem(wish, choice, bundle)
             problem = replace(posed[key], wish=wish)
             problems.append(problem)
-            near = list(_list_near(problem))
-            if near:
-                found.append(refine_plan(problem, min(near, key=score_plan)))
+            if (planned := _solve(problem)) is not None:
+                found.append(planned)
         if found:
             chosen = min(found, key=score_plan)
             other = next((item for item in found if item is not chosen), None)
@@ -219,7 +198,7 @@ def _plan_divided(wish: Wish, progress: Progress, posed: Posed) -> PlannedPlan:
             best.append(replace(chosen, left_out=left_out))
     if not best:
         raise _explain_impossible(problems[0])
-    return _choose_layout(wish, best, stored)
+    return _choose_layout(best)
 
 
 def _read_rates(wish: Wish) -> Rates:
@@ -229,10 +208,9 @@ def _read_rates(wish: Wish) -> Rates:
     return rates
 
 
-def _choose_layout(
-    wish: Wish, plans: Sequence[PlannedPlan], stored: StoredLayout | None
-) -> PlannedPlan:
+def _choose_layout(plans: Sequence[PlannedPlan]) -> PlannedPlan:
     """The best plan over layouts; the store's or the converter's layout is preferred."""
+    stored = read_stored(plans[0].wish.store)
 
     def score(item: PlannedPlan) -> tuple[float, float]:
         slow, value = score_plan(item)
@@ -241,27 +219,14 @@ def _choose_layout(
         return slow, value
 
     chosen = min(plans, key=score)
-    bundle = chosen.resolved.bundle
-    decision = LayoutDecision(
-        bundle=bundle,
-        usual_scales=wish.model.lay_out_bundle().scales,
-        block_bytes=find_block_bytes(wish.device),
-        others=tuple((item.resolved.bundle, item.cost) for item in plans if item is not chosen),
-        stored=stored,
-        store=f"stores/{wish.model.id}" if wish.store is None else str(wish.store),
-        reads_experts=wish.model.moe is not None
-        and chosen.cost.settings.predictor != "none"
-        and chosen.cost.hit_rate < 1.0,
-    )
-    return replace(chosen, layout=decision)
+    return replace(chosen, others=tuple(item for item in plans if item is not chosen))
 
 
 def _list_left_out(wish: Wish, chosen: PlannedPlan, other: PlannedPlan | None) -> Iterator[str]:
     """Why units next to the CPU have nothing to do; ``other``: a plan with the known unit."""
-    used = list_split_units(chosen.values["layers"])
     known = read_rates(wish.device, wish.model.shape.stored_hidden).dense
     for name, unit in wish.device.units.items():
-        if unit.kind == "cpu" or name in used:
+        if unit.kind == "cpu" or name in chosen.resolved.dense_units:
             continue
         place = f"units.{name}" + (".memory" if unit.memory is not None else "")
         if unit.emulated:
@@ -284,53 +249,38 @@ def score_plan(item: PlannedPlan) -> tuple[float, float]:
     slow = max((wish.tokens_s or 0.0) - item.promised_tokens_s, 0.0)
     if wish.saves_memory:
         return slow, float(item.resolved.plan.memory.budget) + cost.token_s
-    if wish.objective == "energy":
-        return slow, cost.token_j or cost.token_s
     # Prompts are many times faster with another unit.
     worth = _PROMPTS_WORTH * any(layer.dense_s > 0.0 for layer in cost.layers)
-    return slow, cost.token_s * (1.0 - worth)
+    return slow, wish.weigh(cost) * (1.0 - worth * (wish.objective != "energy"))
 
 
-def _list_near(problem: Problem) -> Iterator[PlannedPlan]:
-    """Plans of the search's best choices, one for each way to find neurons."""
+def _solve(problem: Problem) -> PlannedPlan | None:
+    """The best plan of a problem, refined; None if there is none."""
     wish = problem.wish
-    memory = count_least(problem)[0][0] if wish.saves_memory else wish.memory_bytes
+    memory = find_least(problem)[0] if wish.saves_memory else wish.memory_bytes
     if memory is None or memory > (wish.memory_bytes or memory):
-        return
-    for choices, described in find_best(problem, memory):
-        # The search rounds otherwise: in a hair's breadth there may be no plan.
-        with suppress(Shortage):
-            values = write_values(problem, choices, described, memory)
-            resolved, cost = problem.cost_values(values)
-            yield PlannedPlan(wish=wish, values=values, resolved=resolved, cost=cost)
-
-
-def refine_plan(problem: Problem, planned: PlannedPlan) -> PlannedPlan:
-    wish = planned.wish
-
-    def score(cost: Cost) -> float:
-        return (cost.token_j if wish.objective == "energy" else None) or cost.token_s
-
-    values, decisions = refine_values(problem, planned.values, score)
-    resolved = resolve_values(values, wish.device, wish.model)
+        return None
+    # One for each way to find neurons.
+    near = [
+        PlannedPlan(wish=wish, resolved=resolved, cost=problem.find_cost(resolved))
+        for resolved in find_best(problem, memory)
+    ]
+    if not near:
+        return None
+    resolved, decisions = refine_plan(problem, min(near, key=score_plan).resolved)
     activity = problem.activities[resolved.plan.decode.predictor]
-    found = finish_plan(wish, values, resolved, problem.rates, activity=activity)
+    found = finish_plan(wish, resolved, problem.rates, activity=activity)
     return replace(found, decisions=decisions)
 
 
 def finish_plan(
-    wish: Wish,
-    values: dict[str, Any],
-    resolved: ResolvedPlan,
-    rates: Rates | None = None,
-    **known: Any,
+    wish: Wish, resolved: ResolvedPlan, rates: Rates | None = None, **known: Any
 ) -> PlannedPlan:
     """The plan with its ranges, and its speed once the context is full."""
     known = {"store": wish.store, **known}
     full = cost_resolved(resolved, rates, position=wish.context, **known)
     return PlannedPlan(
         wish=wish,
-        values=values,
         resolved=resolved,
         cost=cost_plan(resolved, rates, **known),
         full_tokens_s=full.tokens_s,
@@ -349,20 +299,17 @@ def choose_thresholds(planned: PlannedPlan) -> PlannedPlan:
     if cost.settings.predictor != "router":
         return planned
     found = [(WITHOUT, planned)]
-    values = copy.deepcopy(planned.values)
-    values["sparsity"] = wish.thresholds.describe_use(wish.thresholds_file)
-    values["decode"] |= {"predictor": "gate", "look_ahead": "none"}
-
-    def resolve() -> ResolvedPlan:
-        resolved = resolve_values(values, wish.device, wish.model)
-        return replace(resolved, thresholds=wish.thresholds)
-
+    plan = planned.resolved.plan
+    stated = wish.thresholds.describe_use(wish.thresholds_file)
+    changes = {
+        "sparsity": Sparsity.model_validate(stated),
+        "decode": plan.decode.model_copy(update={"predictor": "gate", "look_ahead": "none"}),
+    }
+    wanted = replace(planned.resolved, plan=plan.model_copy(update=changes))
     with suppress(Shortage):
-        fitted = fit_plan(resolve(), planned.resolved.plan.memory.budget).plan
-        values["memory"] |= write_memory(fitted)
-        values["layers"] = fitted.layers.model_dump(exclude_unset=True)
-        own = finish_plan(wish, values, resolve())
-        own = replace(own, left_out=planned.left_out, layout=planned.layout)
+        fitted = fit_plan(replace(wanted, thresholds=wish.thresholds), plan.memory.budget)
+        own = finish_plan(wish, fitted)
+        own = replace(own, left_out=planned.left_out, others=planned.others)
         found.append(("all gates in memory", own))
     found.sort(key=lambda item: score_plan(item[1]))
     chosen, best = found[0]
@@ -397,18 +344,18 @@ def trace_pareto(
 def _explain_impossible(problem: Problem) -> UserError:
     """P350 with the limit in the way and the nearest possible wishes; P351 if reads are unknown."""
     wish = problem.wish
-    problem = _leave_units(problem)
     if problem.rates.flash is None:
         check_flash(problem.rates, wish.device)
-    needed, least = count_least(problem)[0]
+    needed, least = find_least(problem)
     needs = problem.find_frame(least, whole=False).resolved.needs
+    runtime_bytes = count_runtime(wish.model, wish.memory_bytes or 0)
     embedding = ", embedding" if least.embedding == "resident" else ""
     notes = [
         f"attention, norms, head{embedding}: {approximate_bytes(needs.attention.bytes)}",
         f"KV cache of {wish.context} tokens: {approximate_bytes(needs.kv.bytes)} ({least.kv})",
         f"finding active neurons ({least.predictor}): {approximate_bytes(needs.predictor.bytes)}",
         f"workspace: {approximate_bytes(needs.workspace.bytes)}",
-        f"Python and libraries: {approximate_bytes(problem.runtime_bytes)}",
+        f"Python and libraries: {approximate_bytes(runtime_bytes)}",
     ]
     has, needs_text = compare_bytes(wish.memory_bytes or 0, needed)
     return UserError.of(

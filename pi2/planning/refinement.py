@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost
 from pi2.costs.reads import PAGE_BYTES
 from pi2.costs.settings import StoredLayout
+from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import DEFAULT_BLOCK_BYTES, find_block_bytes
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.quantities import approximate_bytes, approximate_number, format_bytes
-from pi2.plan.weights.layout import BundleLayout, ScalesPlace, round_up
+from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.planning.search import Problem
-from pi2.planning.wish import list_split_units
+
+if TYPE_CHECKING:
+    from pi2.planning.planner import PlannedPlan
 
 MOST_PADDING = 1.25
 """Ratio of a page's to a block's distance that is not worth a plan: small neurons."""
@@ -26,22 +27,6 @@ LEAST_SAVING = 0.2
 """Share of the distance that separate scales must save: with 1/7, a 7B plan ran no faster."""
 REWRITE_GAIN = 0.02
 """Share by which a plan must be faster before an existing store is to be rewritten."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutDecision:
-    """The distance that was chosen, what others would make, and what the store has."""
-
-    bundle: BundleLayout
-    block_bytes: int
-    others: tuple[tuple[BundleLayout, Cost], ...]
-    """Other layouts, and the cost of the best plan with each."""
-    stored: StoredLayout | None
-    store: str
-    usual_scales: ScalesPlace = "inline"
-    """The place of scales in a store without other wishes."""
-    reads_experts: bool = False
-    """Whether neurons of an MoE model are read one by one."""
 
 
 def list_bundles(device: Device, model: Model, stored: StoredLayout | None) -> list[BundleLayout]:
@@ -83,10 +68,11 @@ def _list_strides(device: Device, model: Model, stored: StoredLayout | None) -> 
     return sorted(found)
 
 
-def describe_layout(decision: LayoutDecision) -> Iterator[str]:
-    bundle, block = decision.bundle, decision.block_bytes
-    chosen, used = bundle.stride, bundle.used_bytes
-    stored = decision.stored
+def describe_layout(planned: PlannedPlan, stored: StoredLayout | None) -> Iterator[str]:
+    """The distance that was chosen, what others would make, and what the store has."""
+    wish, bundle, cost = planned.wish, planned.resolved.bundle, planned.cost
+    block, chosen, used = find_block_bytes(wish.device), bundle.stride, bundle.used_bytes
+    store = f"stores/{wish.model.id}" if wish.store is None else str(wish.store)
     why = f"the least multiple of the device's {format_bytes(block)} blocks"
     if chosen % PAGE_BYTES == 0 and block < PAGE_BYTES:
         why = "whole pages of flash"
@@ -96,40 +82,42 @@ def describe_layout(decision: LayoutDecision) -> Iterator[str]:
     yield (
         f"Bundles: neurons lie {format_bytes(chosen)} apart, {used} bytes are used: {why}.{without}"
     )
-    if decision.others:
+    if planned.others:
         places = {"inline": "", "resident": " with scales in memory"}
         shown = "; ".join(
-            f"{format_bytes(other.stride)} apart{places[other.scales]} makes "
-            f"{approximate_number(cost.tokens_s)} tokens/s in "
-            f"{approximate_bytes(cost.memory_bytes)}"
-            for other, cost in decision.others
+            f"{format_bytes(item.resolved.bundle.stride)} apart"
+            f"{places[item.resolved.bundle.scales]} makes "
+            f"{approximate_number(item.cost.tokens_s)} tokens/s in "
+            f"{approximate_bytes(item.cost.memory_bytes)}"
+            for item in planned.others
         )
         yield f"The best plan with neurons {shown}."
     usual = round_up(used, DEFAULT_BLOCK_BYTES)
     has = usual if stored is None else stored.stride
-    scales = decision.usual_scales if stored is None else stored.scales
+    scales = wish.model.lay_out_bundle().scales if stored is None else stored.scales
     if scales != bundle.scales:
         who = "`pi2 convert` leaves scales" if stored is None else "The store has its scales"
         place = "in the bundles" if scales == "inline" else "in files of their own"
         yield (
-            f"{who} {place}: `pi2 store repack {decision.store} --scales {bundle.scales} "
+            f"{who} {place}: `pi2 store repack {store} --scales {bundle.scales} "
             f"--stride '{format_bytes(chosen)}'` changes that."
         )
     elif has != chosen:
         who = "`pi2 convert` puts them" if stored is None else "The store has them"
         yield (
-            f"{who} {format_bytes(has)} apart: `pi2 store repack {decision.store} --stride "
+            f"{who} {format_bytes(has)} apart: `pi2 store repack {store} --stride "
             f"'{format_bytes(chosen)}'` changes that."
         )
     if stored is not None and stored.order == "index":
         yield (
             "The store's neurons lie as in the checkpoint, hot or not: `pi2 store reorder "
-            f"{decision.store} --by hotness --statistics STATS` puts the most active ones first."
+            f"{store} --by hotness --statistics STATS` puts the most active ones first."
         )
-    if stored is not None and stored.order == "hotness" and decision.reads_experts:
+    names = wish.model.moe is not None and cost.settings.predictor != "none"
+    if stored is not None and stored.order == "hotness" and names and cost.hit_rate < 1.0:
         yield (
             "In the store the experts lie mixed: `pi2 store reorder "
-            f"{decision.store} --by expert` puts each expert's neurons together for "
+            f"{store} --by expert` puts each expert's neurons together for "
             "fewer reads."
         )
 
@@ -140,10 +128,6 @@ MERGE_GAPS = (0, 1, 2, 3)
 """Most unwanted neurons between two that are read with them."""
 _ROUNDS = 2
 _LEAST_GAIN = 1e-4
-
-Values = dict[str, Any]
-Score = Callable[[Cost], float]
-"""Score of a plan among plans with the same memory; less is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,27 +144,29 @@ _Options = Sequence[tuple[str, Mapping[str, Any]]]
 """Names of choices, and the keys of a table of a plan that each replaces."""
 
 
-def refine_values(
-    problem: Problem, values: Values, score: Score
-) -> tuple[Values, tuple[Decision, ...]]:
-    """The best of the plans that differ from ``values`` in these settings only."""
+def refine_plan(
+    problem: Problem, resolved: ResolvedPlan
+) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
+    """The best of the plans that differ from ``resolved`` in these settings only."""
     known: dict[str, Cost] = {}
+    score = problem.wish.weigh
 
-    def find_cost(values: Values) -> Cost:
-        key = json.dumps(values, sort_keys=True)
+    def find_cost(resolved: ResolvedPlan) -> Cost:
+        key = resolved.plan.model_dump_json()
         if key not in known:
-            _, known[key] = problem.cost_values(values)
+            known[key] = problem.find_cost(resolved)
         return known[key]
 
-    best, cost = values, find_cost(values)
+    best, cost = resolved, find_cost(resolved)
     decisions: dict[str, Decision] = {}
     for _ in range(_ROUNDS):
         before = score(cost)
         for key, options in _list_dimensions(problem, best, cost):
             tried = []
             for label, keys in options:
-                changed = copy.deepcopy(best)
-                changed.setdefault(key.partition(".")[0], {}).update(keys)
+                name = key.partition(".")[0]
+                table = getattr(best.plan, name).model_copy(update=keys)
+                changed = replace(best, plan=best.plan.model_copy(update={name: table}))
                 tried.append((label, changed, find_cost(changed)))
             ranked = sorted(tried, key=lambda item: score(item[2]))
             chosen, changed, found = ranked[0]
@@ -188,7 +174,7 @@ def refine_values(
                 best, cost = changed, found
             decisions[key] = Decision(
                 key=key,
-                chosen=next((label for label, own, _ in ranked if own == best), chosen),
+                chosen=next((x for x, own, _ in ranked if own.plan == best.plan), chosen),
                 tokens_s=tuple((label, found.tokens_s) for label, _, found in ranked),
             )
         if score(cost) >= before * (1.0 - _LEAST_GAIN):
@@ -197,7 +183,7 @@ def refine_values(
 
 
 def _list_dimensions(
-    problem: Problem, values: Values, cost: Cost
+    problem: Problem, resolved: ResolvedPlan, cost: Cost
 ) -> Iterator[tuple[str, _Options]]:
     cores = problem.rates.cores
     counts = sorted({cores, max(cores - 1, 1), max(cores // 2, 1)}, reverse=True)
@@ -208,7 +194,7 @@ def _list_dimensions(
     predictor = cost.settings.predictor
     if problem.look_aheads != ("none",) and predictor in LOOK_AHEAD_MODES:
         yield _offer("decode.look_ahead", problem.look_aheads)
-    if predictor == "low-rank" and _has_two_reads(problem, values):
+    if predictor == "low-rank" and _has_two_reads(resolved):
         yield _offer("pipeline.phases", (1, 2))
     ios = []
     for io in problem.ios:
@@ -227,11 +213,8 @@ def _offer(key: str, values: Sequence[int | str]) -> tuple[str, _Options]:
     return key, [(str(value), {key.partition(".")[2]: value}) for value in values]
 
 
-def _has_two_reads(problem: Problem, values: Values) -> bool:
+def _has_two_reads(resolved: ResolvedPlan) -> bool:
     """Whether a neuron may be read in two parts by an engine that other units need as well."""
-    units = problem.wish.device.units
-    if all(units[name].kind == "cpu" for name in list_split_units(values["layers"])):
-        return False
-    bundle = problem.bundle
-    block = find_block_bytes(problem.wish.device)
-    return bundle.is_gated and round_up(bundle.first_bytes, block) < bundle.stride
+    bundle, block = resolved.bundle, find_block_bytes(resolved.device)
+    is_cut = bundle.is_gated and round_up(bundle.first_bytes, block) < bundle.stride
+    return is_cut and bool(resolved.dense_units)

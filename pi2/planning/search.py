@@ -5,7 +5,8 @@ Shares of memory are tried in plain numbers. Plans with sizes are made of the be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -21,22 +22,30 @@ from pi2.costs.activity import (
     average_chances,
     describe_activity,
 )
-from pi2.costs.cost import Cost, Description, cost_resolved, describe_plan
+from pi2.costs.cost import Cost, Description, cost_description, cost_resolved, describe_plan
 from pi2.costs.cost_layer import cost_layer
 from pi2.costs.hotness import halve
 from pi2.costs.kernel_times import Rates
 from pi2.costs.reads import IoChoice, list_io_choices
 from pi2.costs.settings import LookAhead, find_range_bytes, read_stored
 from pi2.costs.terms import LayerKind
-from pi2.fitting.budget import MIB, SHARE_STEPS, Shortage, count_runtime, find_room, fit_plan
-from pi2.fitting.completion import choose_backends, resolve_values
+from pi2.fitting.budget import (
+    MIB,
+    SHARE_STEPS,
+    Shortage,
+    count_runtime,
+    find_room,
+    fit_plan,
+    round_share,
+)
+from pi2.fitting.completion import resolve_values
 from pi2.memory.arena import count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import find_block_bytes, list_chunks
-from pi2.plan.documents.device import UnitKind
 from pi2.plan.documents.plan import KvType
+from pi2.plan.documents.quantities import round_size
 from pi2.plan.weights.layout import BundleLayout, round_up
-from pi2.planning.wish import LEAST_DENSE, Wish, divide_rest, make_plan_values
+from pi2.planning.wish import LEAST_DENSE, Wish, write_values
 
 Place = Literal["resident", "flash"]
 _CACHE_SHARES = (0.1, 0.2, 0.3, 0.45, 0.65, 0.9)
@@ -79,7 +88,6 @@ class Frame:
 
     resolved: ResolvedPlan
     description: Description
-    least_cold_bytes: int
     lent_bytes: int
 
 
@@ -104,16 +112,6 @@ class Problem:
         return self.wish.model.layer_neurons * self.bundle.stride
 
     @property
-    def unit_kinds(self) -> list[UnitKind]:
-        dense = self.rates.dense
-        return [] if dense is None else [self.wish.device.units[dense.name].kind]
-
-    @property
-    def runtime_bytes(self) -> int:
-        """The segment ``runtime`` of the budget that is asked for, if any."""
-        return count_runtime(self.wish.model, self.wish.memory_bytes or 0, units=self.unit_kinds)
-
-    @property
     def kv_types(self) -> tuple[KvType, ...]:
         """fp16, and int8 unless the result may not change."""
         return ("fp16",) if self.wish.exact else ("fp16", "int8")
@@ -129,60 +127,41 @@ class Problem:
     def chunks(self) -> tuple[int, ...]:
         return list_chunks(self.wish.model, self.wish.context)
 
-    def make_values(self, choices: Choices) -> dict[str, Any]:
-        """A plan without sizes and shares of neurons."""
-        values = make_plan_values(
-            self.wish,
-            predictor=choices.predictor,
-            kv=choices.kv,
-            chunk=choices.chunk,
-            bundle=self.bundle,
-        )
-        if choices.embedding == "flash":
-            values["memory"]["embedding"] = "flash"
-        if choices.lends:
-            values["kv"]["lend"] = True
-        return values
+    def resolve(
+        self, choices: Choices, hots: Sequence[float], denses: Sequence[float], **tables: Any
+    ) -> ResolvedPlan:
+        """A plan of choices, and of each layer's hot and dense shares, without sizes."""
+        values = write_values(self, choices, hots, denses) | tables
+        return resolve_values(values, self.wish.device, self.wish.model)
 
-    def cost_values(self, values: Mapping[str, Any]) -> tuple[ResolvedPlan, Cost]:
-        """A plan with all sizes, and its cost."""
-        resolved = resolve_values(values, self.wish.device, self.wish.model)
+    def resolve_even(
+        self, choices: Choices, hot: float, dense: float = 0.0, **tables: Any
+    ) -> ResolvedPlan:
+        """The same of layers that are alike."""
+        layers = self.wish.model.shape.layers
+        return self.resolve(choices, [hot] * layers, [dense] * layers, **tables)
+
+    def find_cost(self, resolved: ResolvedPlan) -> Cost:
+        """The cost of a plan with all sizes."""
         activity = self.activities[resolved.plan.decode.predictor]
-        cost = cost_resolved(resolved, self.rates, store=self.wish.store, activity=activity)
-        return resolved, cost
+        return cost_resolved(resolved, self.rates, store=self.wish.store, activity=activity)
 
     def find_frame(self, choices: Choices, *, whole: bool) -> Frame:
         """The plan around its neurons, all of which are in memory if it is ``whole``."""
         bare = replace(choices, cached=0.0, dense=float(choices.dense > 0.0), by_activity=False)
+        bare = replace(bare, lends=bare.lends and not whole)
         if (bare, whole) not in self.frames:
-            self.frames[bare, whole] = self._make_frame(bare, whole=whole)
+            uses_dense = self.rates.dense is not None and bare.dense > 0.0
+            least = 1.0 / SHARE_STEPS if uses_dense else 0.0
+            pipeline = {"cluster": _CLUSTER, "phases": 1}
+            resolved = self.resolve_even(bare, 1.0 if whole else least, least, pipeline=pipeline)
+            known: dict[str, Any] = {"activity": self.activities[bare.predictor]}
+            self.frames[bare, whole] = Frame(
+                resolved=resolved,
+                description=describe_plan(resolved, self.rates, store=self.wish.store, **known),
+                lent_bytes=count_lent_bytes(resolved),
+            )
         return self.frames[bare, whole]
-
-    def _make_frame(self, choices: Choices, *, whole: bool) -> Frame:
-        wish, values = self.wish, self.make_values(choices)
-        dense, least = self.rates.dense, 0.0
-        if dense is not None and choices.dense > 0.0:
-            (cpu,) = values["layers"]["split"]
-            least = 1.0 / SHARE_STEPS
-            values["layers"]["split"] = {dense.name: least, cpu: 1.0 - least}
-            kinds = {wish.device.units[name].kind for name in (cpu, dense.name)}
-            values["backends"] = choose_backends(kinds)
-            divide_rest(wish, self.rates, values)
-        values["layers"]["hot"] = 1.0 if whole else least
-        values["io"] = self.ios[0].write()
-        values["pipeline"] = {"cluster": _CLUSTER, "phases": 1}
-        if choices.predictor in LOOK_AHEAD_MODES:
-            values["decode"]["look_ahead"] = self.look_aheads[-1]
-        if choices.predictor == "low-rank" and wish.leave_out > 0.0:
-            values["decode"]["leave_out"] = wish.leave_out
-        resolved = resolve_values(values, wish.device, wish.model)
-        activity = self.activities[choices.predictor]
-        return Frame(
-            resolved=resolved,
-            description=describe_plan(resolved, self.rates, store=wish.store, activity=activity),
-            least_cold_bytes=0 if whole else resolved.needs.cold.bytes,
-            lent_bytes=count_lent_bytes(resolved),
-        )
 
 
 def pose_problem(wish: Wish, rates: Rates, bundle: BundleLayout | None = None) -> Problem:
@@ -233,23 +212,23 @@ def list_predictors(wish: Wish) -> tuple[list[PredictorMode], tuple[LookAhead, .
 
 def list_least(problem: Problem) -> list[Choices]:
     """The choices of each predictor that take the least memory, before shares are chosen."""
-    smallest = problem.kv_types[-1], problem.embeddings[-1], problem.chunks[0]
-    kv, embedding, chunk = smallest
     return [
-        Choices(predictor=predictor, kv=kv, embedding=embedding, chunk=chunk, cached=share)
+        Choices(
+            predictor=predictor,
+            kv=problem.kv_types[-1],
+            embedding=problem.embeddings[-1],
+            chunk=problem.chunks[0],
+            cached=_list_cached(predictor)[-1],
+        )
         for predictor in problem.predictors
-        for share in _list_cached(predictor)[-1:]
     ]
 
 
-def count_least(problem: Problem) -> list[tuple[int, Choices]]:
-    """The smallest budgets of any plans, and their choices, ascending."""
-    found = []
+def find_least(problem: Problem) -> tuple[int, Choices]:
+    """The smallest budget of any plan, and its choices."""
+    found, whole = [], problem.rates.flash is None
     for choices in list_least(problem):
-        values = problem.make_values(choices)
-        whole = problem.rates.flash is None
-        values["layers"]["hot"] = float(whole)
-        resolved = resolve_values(values, problem.wish.device, problem.wish.model)
+        resolved = problem.resolve_even(choices, float(whole))
         if whole:
             found.append((fit_plan(resolved, None).plan.memory.budget, choices))
             continue
@@ -257,12 +236,11 @@ def count_least(problem: Problem) -> list[tuple[int, Choices]]:
             fit_plan(resolved, MIB)
         except Shortage as shortage:
             found.append((shortage.needed_bytes, choices))
-    return sorted(found, key=lambda item: item[0])
+    return min(found, key=lambda item: item[0])
 
 
-def find_best(problem: Problem, memory_bytes: int) -> list[tuple[Choices, Description]]:
-    """The best choices of each predictor within a memory, the best first."""
-    ranked = []
+def find_best(problem: Problem, memory_bytes: int) -> Iterator[ResolvedPlan]:
+    """Plans of the best choices of each predictor within a memory."""
     for start in list_least(problem):
         if problem.rates.dense is not None:
             start = replace(start, cached=_list_cached(start.predictor)[0], dense=LEAST_DENSE)
@@ -277,9 +255,14 @@ def find_best(problem: Problem, memory_bytes: int) -> list[tuple[Choices, Descri
             if best == before:
                 break
         described = lay_out(problem, best, memory_bytes)
-        if described is not None and least < inf:
-            ranked.append((least, best, described))
-    return [(best, described) for _, best, described in sorted(ranked, key=lambda item: item[0])]
+        if described is not None:
+            layers = {number: kind for kind in described.kinds for number in kind.layers}
+            kinds = [layers[number] for number in sorted(layers)]
+            hots = [1.0 if kind.hot >= 1.0 - 1e-6 else round_share(kind.hot) for kind in kinds]
+            denses = [round_share(min(x.dense, hot)) for x, hot in zip(kinds, hots, strict=True)]
+            # The search rounds otherwise: in a hair's breadth there may be no plan.
+            with suppress(Shortage):
+                yield fit_plan(problem.resolve(best, hots, denses), round_size(memory_bytes))
 
 
 def _list_cached(predictor: PredictorMode) -> tuple[float, ...]:
@@ -291,28 +274,24 @@ def _list_cached(predictor: PredictorMode) -> tuple[float, ...]:
 
 def _vary(problem: Problem, best: Choices, respect: str, memory_bytes: int) -> Sequence[Choices]:
     """Choices that differ from ``best`` in one of `_RESPECTS`."""
-    match respect:
-        case "cached":
-            cached = [replace(best, cached=share) for share in _list_cached(best.predictor)]
-            if problem.rates.dense is None:
-                return cached
-            # Only hot neurons can be a unit's: both shares are chosen together.
-            return [
-                replace(item, dense=share)
-                for item in cached
-                for share in _list_dense(problem, item, memory_bytes)
-            ]
-        case "embedding":
-            return [replace(best, embedding=place) for place in problem.embeddings]
-        case "kv":
-            return [replace(best, kv=kv) for kv in problem.kv_types]
-        case "lends":
-            own = (False,) if best.predictor == "none" else (False, True)
-            return [replace(best, lends=lends) for lends in own]
-        case "chunk":
-            return [replace(best, chunk=chunk) for chunk in problem.chunks]
-    alike = len(set(problem.activities[best.predictor][0])) == 1
-    return [replace(best, by_activity=sorts) for sorts in (False, not alike)]
+    predictor = best.predictor
+    options: dict[str, Sequence[Any]] = {
+        "cached": _list_cached(predictor),
+        "embedding": problem.embeddings,
+        "kv": problem.kv_types,
+        "lends": (False, predictor != "none"),
+        "chunk": problem.chunks,
+        "by_activity": (False, len(set(problem.activities[predictor][0])) > 1),
+    }
+    found = [replace(best, **{respect: value}) for value in options[respect]]
+    if respect != "cached" or problem.rates.dense is None:
+        return found
+    # Only hot neurons can be a unit's: both shares are chosen together.
+    return [
+        replace(item, dense=share)
+        for item in found
+        for share in _list_dense(problem, item, memory_bytes)
+    ]
 
 
 def _list_dense(problem: Problem, choices: Choices, memory_bytes: int) -> list[float]:
@@ -343,7 +322,7 @@ def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Descriptio
     dense = choices.dense if unit is not None else 0.0
     own = unit is not None and wish.find_unit_memory(unit.name) is not None
     model = wish.model
-    units = problem.unit_kinds if dense > 0.0 else []
+    units = [wish.device.units[unit.name].kind] if unit is not None and dense > 0.0 else []
     room = find_room(frame.resolved, memory_bytes, count_runtime(model, memory_bytes, units=units))
     whole = model.shape.layers * problem.layer_bytes
     if dense > 0.0 and unit is not None:
@@ -353,13 +332,14 @@ def lay_out(problem: Problem, choices: Choices, memory_bytes: int) -> Descriptio
     room -= _SPARE_BYTES
     resident = (room + own * dense * whole) / whole
     if resident >= 1.0 - 1e-6:
-        frame = problem.find_frame(replace(choices, lends=False), whole=True)
-        return _place(frame, choices, 1.0, 0, dense)
+        return _place(problem.find_frame(choices, whole=True), choices, 1.0, 0, dense)
     if streams:
         return None
     # Once the context is full, the cache has to work with what is its own.
     cached = (
-        0.0 if choices.predictor == "none" else max(choices.cached * room, frame.least_cold_bytes)
+        0.0
+        if choices.predictor == "none"
+        else max(choices.cached * room, frame.resolved.needs.cold.bytes)
     )
     hot = resident - cached / whole
     cached += choices.lends * frame.lent_bytes
@@ -407,16 +387,10 @@ def _score(problem: Problem, memory_bytes: int, choices: Choices) -> float:
     described = lay_out(problem, choices, memory_bytes)
     if described is None:
         return inf
-    costs = [(kind.count, cost_layer(kind)) for kind in described.kinds]
-    token_s = described.head_s + problem.wish.batch * described.embedding_s
-    token_s += sum(count * (cost.total_s + _READ_PART * cost.read_s) for count, cost in costs)
-    token_s += _PROMPT_PART * _time_prompt_token(problem, choices)
-    if problem.wish.objective == "energy" and problem.rates.power_w is not None:
-        dense_s = sum(count * cost.dense_s for count, cost in costs)
-        power_w = problem.rates.power_w
-        more_w = max((problem.rates.both_w or 0.0) - power_w, 0.0)
-        token_s = power_w * token_s + more_w * dense_s
-    return token_s
+    cost = cost_description(described)
+    beside_s = _READ_PART * sum(layer.read_s for layer in cost.layers)
+    beside_s += _PROMPT_PART * _time_prompt_token(problem, choices)
+    return problem.wish.weigh(cost) * (1.0 + beside_s / cost.token_s)
 
 
 def _time_prompt_token(problem: Problem, choices: Choices) -> float:
@@ -424,7 +398,7 @@ def _time_prompt_token(problem: Problem, choices: Choices) -> float:
     wish, rates = problem.wish, problem.rates
     layers = wish.model.shape.layers
     rate = rates.steps["gather"].bytes_s if rates.flash is None else rates.flash.find_stream_rate()
-    weights = problem.find_frame(choices, whole=True).description.settings.sizes.neuron_weights
+    weights = len(problem.bundle.parts) * wish.model.stored_neuron_width
     once_s = 0.0 if rates.dense_many is None else rates.dense_many[0]
     touched = 1.0
     if wish.model.moe is not None:

@@ -11,16 +11,18 @@ from pi2.authoring.drafting import describe_budget, explain_backends, recommend_
 from pi2.authoring.writing import write_tables
 from pi2.costs.cost import Cost, cost_plan
 from pi2.costs.cost_layer import LayerCost
+from pi2.costs.settings import read_stored
 from pi2.diagnostics import UserError
 from pi2.engine.run_report import describe_expected
 from pi2.fitting import count_unit_needs, find_backend
-from pi2.fitting.completion import StoreOrigin, choose_backends, complete_plan, resolve_values
+from pi2.fitting.completion import StoreOrigin, complete_plan, resolve_values
 from pi2.memory.arena import MEAN_TOKENS, count_lent_bytes
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.arithmetic.sizes import count_ffn_bytes, reads_embedding
 from pi2.plan.arithmetic.sources import FileFacts
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.plan import Plan
+from pi2.plan.documents.plan_units import write_selector
 from pi2.plan.documents.quantities import (
     TOKEN_UNITS,
     approximate_bytes,
@@ -33,7 +35,6 @@ from pi2.plan.toml.text import KeyPath
 from pi2.plan.weights.layout import scale_bytes, weight_bytes
 from pi2.planning.planner import PlannedPlan
 from pi2.planning.refinement import describe_layout
-from pi2.planning.wish import list_split_units
 from pi2.tracing import add_legend, make_figure, save_figure
 
 _MOST_OTHERS = 60
@@ -55,10 +56,6 @@ _TABLES = (
 def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, name: str) -> str:
     """The document's text; equal wishes and documents give equal texts."""
     values, resolved = planned.values, planned.resolved
-    units = {
-        resolved.device.units[name].kind for name in list_split_units(planned.values["layers"])
-    }
-    memory = values["memory"]
     sampling, recommended = recommend_sampling(resolved.model)
     wished = planned.wish.tokens_s
     document = {
@@ -68,8 +65,8 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
         **({} if wished is None else {"speed": format_quantity(wished, TOKEN_UNITS)}),
         "device": device,
         "model": model,
-        "backends": choose_backends(units),
-        "memory": memory,
+        "backends": values["backends"],
+        "memory": values["memory"],
         **{key: values[key] for key in _TABLES if key in values},
         **sampling,
     }
@@ -78,14 +75,14 @@ def write_planned(planned: PlannedPlan, *, device: str, model: str, store: str, 
     remarks: dict[KeyPath, str | None] = {
         **recommended,
         ("weights",): "relative to this file",
-        ("backends",): explain_backends(units),
+        ("backends",): explain_backends(resolved.plan.backends),
         ("memory", "budget"): describe_budget(resolved.device),
         ("memory", "embedding"): "rows are read when their tokens come",
         ("bundle", "stride"): f"{resolved.bundle.used_bytes} bytes are used",
         ("bundle", "scales"): "in memory",
         ("layers", "hot"): "share of neurons that stay in memory",
         ("kv", "lend"): "cold neurons use it until the context does",
-        **{("memory", "units", unit, "budget"): what for unit in memory.get("units", ())},
+        **{("memory", "units", unit, "budget"): what for unit in resolved.plan.memory.units},
     }
     head = [f"# {line}" if line else "#" for line in describe_choices(planned)]
     return "\n".join([*head, *write_tables(Plan, (), document, remarks.get)]) + "\n"
@@ -126,7 +123,7 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
     if (batch := plan.decode.batch) > 1:
         yield (f"For {batch} sequences at a time: what any of them uses is read and kept for all.")
     yield from describe_cost(cost)
-    for name in sorted(list_split_units(planned.values["layers"])):
+    for name in sorted((resolved.sparse_unit, *resolved.dense_units)):
         backend = resolved.name_backend(name)
         if find_backend(backend).ONLY_EMULATED and not resolved.device.units[name].kernels:
             yield (
@@ -163,8 +160,8 @@ def describe_choices(planned: PlannedPlan) -> Iterator[str]:
             if cost.grain > 1:
                 time = f"{each_s * cost.grain * 1e3:.2f} ms an expert of {cost.grain} neurons"
             yield f"Reads: {io.engine}, {how}: {time}."
-    if planned.layout is not None:
-        yield from describe_layout(planned.layout)
+    if planned.others is not None:
+        yield from describe_layout(planned, read_stored(planned.wish.store))
     yield from planned.left_out
     for decision in planned.decisions:
         others = [item for item in decision.tokens_s if item[0] != decision.chosen][:3]
@@ -313,8 +310,7 @@ def write_cost(cost: Cost) -> Iterator[str]:
     groups = groupby(enumerate(cost.layers), key=lambda item: item[1])
     rows = []
     for layer, group in groups:
-        numbers = [number for number, _ in group]
-        name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        name = write_selector(number for number, _ in group)
         times = (f"{_find_term(layer, term) * 1e6:.0f}" for term in _TERMS)
         counts = f"{layer.used:.0f}", f"{layer.missing:.1f}"
         rows.append([name, approximate_bytes(layer.hot_bytes), *counts, *times])

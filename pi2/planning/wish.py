@@ -13,14 +13,15 @@ from pi2.caches import is_gguf
 from pi2.costs.activity import LOOK_AHEAD_MODES
 from pi2.costs.cost import Cost, cost_plan
 from pi2.diagnostics import Diagnostic, UserError
-from pi2.fitting.budget import MIB, fit_plan, round_share, write_memory
+from pi2.fitting.budget import MIB
 from pi2.fitting.check import check_file
-from pi2.fitting.completion import choose_backends, resolve_values
+from pi2.fitting.completion import choose_backends
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.common import SCHEMA_VERSION
 from pi2.plan.documents.device import Device
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import Segments
+from pi2.plan.documents.plan_units import write_selector
 from pi2.plan.documents.quantities import (
     approximate_bytes,
     approximate_number,
@@ -37,8 +38,6 @@ from pi2.plan.weights.layout import BundleLayout, round_up
 from pi2.sharing.references import LockedReferences
 
 if TYPE_CHECKING:
-    from pi2.costs.cost import Description
-    from pi2.costs.kernel_times import Rates
     from pi2.fitting.check import Report
     from pi2.plan.toml.source import Kind
     from pi2.planning.planner import PlannedPlan
@@ -146,30 +145,37 @@ class Wish:
         memory = self.device.units[name].memory
         return None if memory is None else self.unit_memory.get(name, memory.capacity or 0)
 
+    def weigh(self, cost: Cost) -> float:
+        """What a plan takes among plans with the same memory: joules, or seconds, of a token."""
+        return (cost.token_j if self.objective == "energy" else None) or cost.token_s
+
 
 def write_values(
-    problem: Problem, choices: Choices, described: Description, memory_bytes: int
+    problem: Problem, choices: Choices, hots: Sequence[float], denses: Sequence[float]
 ) -> dict[str, Any]:
-    """The plan of what a search found, with sizes; raises `Shortage` by a hair's breadth."""
-    wish, values = problem.wish, problem.make_values(choices)
-    layers = {number: kind for kind in described.kinds for number in kind.layers}
-    kinds = [layers[number] for number in sorted(layers)]
-    hots = [1.0 if kind.hot >= 1.0 - 1e-6 else round_share(kind.hot) for kind in kinds]
-    denses = [round_share(min(kind.dense, hot)) for kind, hot in zip(kinds, hots, strict=True)]
+    """A plan of a search's choices, and of each layer's hot and dense shares, without sizes."""
+    wish, unit, whole = problem.wish, problem.rates.dense, min(hots) >= 1.0
+    values = make_plan_values(
+        wish, predictor=choices.predictor, kv=choices.kv, chunk=choices.chunk, bundle=problem.bundle
+    )
+    if choices.embedding == "flash":
+        values["memory"]["embedding"] = "flash"
+    if choices.lends and not whole:
+        values["kv"]["lend"] = True
     values["layers"] = _write_layers(problem, hots, denses)
-    if max(denses) > 0.0:
-        divide_rest(wish, problem.rates, values)
-    units = {wish.device.units[name].kind for name in list_split_units(values["layers"])}
-    values["backends"] = choose_backends(units)
-    unit, whole = problem.rates.dense, min(hots) >= 1.0
-    if unit is not None and unit.name in wish.unit_memory and max(denses) > 0.0:
-        size = round_size(wish.unit_memory[unit.name])
-        values["memory"]["units"] = {unit.name: {"budget": format_bytes(size)}}
-    if whole:
-        values["kv"].pop("lend", None)
-    fitted = fit_plan(resolve_values(values, wish.device, wish.model), round_size(memory_bytes))
-    values["memory"] |= write_memory(fitted.plan)
-    values["layers"] = fitted.plan.layers.model_dump(exclude_unset=True)
+    names = [find_cpu(wish.device)]
+    if unit is not None and max(denses) > 0.0:
+        names.append(unit.name)
+        if unit.name in wish.unit_memory:
+            size = round_size(wish.unit_memory[unit.name])
+            values["memory"]["units"] = {unit.name: {"budget": format_bytes(size)}}
+        if share := problem.rates.fair_share:
+            # The unit has its part of everything but the FFN as well, and prompts.
+            split = {unit.name: share, names[0]: round(1.0 - share, 2)}
+            values["projections"] = {"attention": split, "head": split}
+            if unit.ops_s is not None:
+                values["prefill"]["unit"] = unit.name
+    values["backends"] = choose_backends(wish.device.units[name].kind for name in names)
     values["io"] = problem.ios[0].write()
     # Where nothing is read there is nothing to look ahead for, or to leave out.
     looks = choices.predictor in LOOK_AHEAD_MODES and not whole
@@ -177,23 +183,6 @@ def write_values(
     if wish.leave_out > 0.0 and choices.predictor == "low-rank" and not whole:
         values["decode"]["leave_out"] = wish.leave_out
     return values
-
-
-def divide_rest(wish: Wish, rates: Rates, values: dict[str, Any]) -> None:
-    """Give the unit that computes hot neurons its part of everything but the FFN, and prompts."""
-    unit, share = rates.dense, rates.fair_share
-    if unit is None or share <= 0.0:
-        return
-    split = {unit.name: share, find_cpu(wish.device): round(1.0 - share, 2)}
-    values["projections"] = {"attention": split, "head": split}
-    if unit.ops_s is not None:
-        values["prefill"]["unit"] = unit.name
-
-
-def list_split_units(layers: Mapping[str, Any]) -> set[str]:
-    """Names of the units in the splits of a table ``[layers]``."""
-    tables = [layers, *layers.get("overrides", ())]
-    return {name for table in tables for name in table.get("split", ())}
 
 
 def _write_layers(
@@ -216,7 +205,7 @@ def _write_layers(
     for kind, layers in kinds.items():
         if kind == base:
             continue
-        values: dict[str, Any] = {"select": _write_ranges(layers)}
+        values: dict[str, Any] = {"select": write_selector(layers)}
         if split(kind[1]) != split(base[1]):
             values["split"] = split(kind[1])
         if kind[0] != base[0]:
@@ -225,17 +214,6 @@ def _write_layers(
     if overrides:
         found["overrides"] = overrides
     return found
-
-
-def _write_ranges(layers: Sequence[int]) -> str:
-    """Write a selector of layers: ``"0-3,7"``."""
-    parts: list[list[int]] = []
-    for layer in layers:
-        if parts and parts[-1][1] == layer - 1:
-            parts[-1][1] = layer
-        else:
-            parts.append([layer, layer])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 _CLOSE = 1 / 1024
@@ -314,7 +292,7 @@ def reach_speed(wish: Wish, make_plan: Planner, bounds: tuple[int, int]) -> Plan
             with suppress(UserError):
                 found.append(make_plan(own))
         fast = [item for item in found if item.promised_tokens_s >= wish.tokens_s]
-        return min(fast, key=lambda item: item.cost.token_j or item.cost.token_s)
+        return min(fast, key=lambda item: wish.weigh(item.cost))
     if wish.memory_bytes is not None and wish.objective == "speed":
         return fastest
     return replace(find_least(fastest), wish=wish)

@@ -12,13 +12,12 @@ from pi2.diagnostics import UserError
 from pi2.fitting.check import load_plan
 from pi2.measuring.contestant import BandwidthMeter
 from pi2.measuring.report import Workload
-from pi2.measuring.session import PlanContestant, PlanRecipe
-from pi2.progress import ignore_progress
+from pi2.measuring.session import PlanContestant
 from tests.helpers.tables import in_table
 
 
 def load_contestant(path: Path, text: str | None = None, **overrides: object) -> PlanContestant:
-    return PlanRecipe(path=path, overrides=overrides, text=text)(ignore_progress)
+    return PlanContestant(path, overrides, text)
 
 
 def test_a_plan_is_timed_and_its_counters_are_those_of_the_timed_tokens(plan: Path) -> None:
@@ -155,7 +154,7 @@ def test_the_command_prints_rows_of_a_real_run(
 
 
 def test_sequences_are_timed_together_and_share_what_is_read(plan: Path) -> None:
-    contestant = PlanRecipe(path=plan, overrides={"decode.batch": 3})(ignore_progress)
+    contestant = PlanContestant(plan, {"decode.batch": 3})
     few, many = (Workload("tg", 4, 2, count) for count in (1, 3))
     one, three = contestant.run(few), contestant.run(many)
     assert (one.tokens, three.tokens) == (4, 12)

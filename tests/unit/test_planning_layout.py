@@ -60,14 +60,12 @@ def test_resident_scales_are_a_choice_where_they_save_whole_blocks() -> None:
     assert "neurons lie 8 KiB apart, 7680 bytes are used" in text
     assert "Their scales are apart, in memory." in text
     assert "`pi2 convert` leaves scales in the bundles" in text
-    assert f"repack {planned.layout and planned.layout.store} --scales resident --stride" in text
+    assert f"repack stores/{model.id} --scales resident --stride" in text
     assert "neurons 12 KiB apart makes" in text
     small = read_model("bamboo-7b")
     stored = StoredLayout(8192, "resident", "hotness")
     assert list_layouts(ufs, small, stored) == [(8192, "inline"), (8192, "resident")]
-    assert planned.layout is not None
-    kept = dataclasses.replace(planned.layout, stored=stored)
-    assert "as in the store" in "\n".join(describe_layout(kept))
+    assert "as in the store" in "\n".join(describe_layout(planned, stored))
 
 
 @in_table
@@ -78,26 +76,23 @@ def test_memory_and_reads_are_weighed(rates: Mapping[str, str], chosen: int, rea
     assert reason in text
     other = {7168: "8 KiB", 8192: "7 KiB"}[chosen]
     assert f"The best plan with neurons {other} apart makes" in text
-    assert planned.layout is not None
-    (_, cost), *_ = planned.layout.others
-    assert cost.tokens_s < planned.cost.tokens_s
+    assert planned.others is not None
+    assert planned.others[0].cost.tokens_s < planned.cost.tokens_s
 
 
 def test_a_store_is_not_written_anew_for_little() -> None:
     device = make_device({"7 KiB": "280 MB/s", "8 KiB": "320 MB/s"})
     free = plan(make_wish(device, memory_bytes=8 * GIB))  # nothing is read: both are equal
     assert free.resolved.bundle.stride == 7168
-    decision = free.layout
-    assert decision is not None
-    stored = StoredLayout(8192, "inline", "index")
-    lines = list(describe_layout(dataclasses.replace(decision, stored=stored)))
+    lines = list(describe_layout(free, StoredLayout(8192, "inline", "index")))
     assert any("pi2 store repack stores/bamboo-7b --stride '7 KiB'" in line for line in lines)
     assert any("pi2 store reorder" in line for line in lines)
 
 
 def test_a_stored_layout_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = StoredLayout(8192, "inline", "hotness")
-    monkeypatch.setattr("pi2.planning.planner.read_stored", lambda store: stored)
+    for module in ("planner", "text"):
+        monkeypatch.setattr(f"pi2.planning.{module}.read_stored", lambda store: stored)
     device = make_device({"7 KiB": "280 MB/s", "8 KiB": "320 MB/s"})
     kept = plan(make_wish(device, memory_bytes=8 * GIB, store=tmp_path))
     assert kept.resolved.bundle.stride == 8192
@@ -109,7 +104,7 @@ def test_reads_across_gaps_are_chosen_for_a_store_by_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = StoredLayout(7168, "inline", "expert")
-    for module in ("planning.planner", "planning.search", "costs.settings"):
+    for module in ("planning.planner", "planning.search", "planning.text", "costs.settings"):
         monkeypatch.setattr(f"pi2.{module}.read_stored", lambda store: stored)
     # 14 us for a read and 0.7 us for a KiB.
     device = make_device({"7 KiB": "379 MB/s", "28 KiB": "853 MB/s"})

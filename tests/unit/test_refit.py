@@ -11,7 +11,7 @@ from pi2.fitting.check import load_plan
 from pi2.plan.arithmetic.resolved import ResolvedPlan
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.reading.references import find_shipped_folder
-from pi2.refit import Refit, refit_plan
+from pi2.refit import refit_plan
 from tests.helpers.slow import mark_slow
 
 TWO_UNITS = find_shipped_folder() / "demo-two-units.plan.toml"
@@ -20,11 +20,12 @@ BAMBOO = find_shipped_folder().parent / "tools/paper/plans/oneplus-12/bamboo-7b-
 MIB = 1 << 20
 
 
-def fit(budget: float, plan: Path = DEMO, **overrides: object) -> tuple[Refit, ResolvedPlan]:
+def fit(budget: float, plan: Path = DEMO, **overrides: object) -> tuple[str, ResolvedPlan]:
+    """What changes, in words, and the fitted plan."""
     given = {key.replace("__", "."): value for key, value in overrides.items()}
-    refit = refit_plan(load_plan(plan, overrides=given), int(budget * MIB))
+    values, changes = refit_plan(load_plan(plan, overrides=given), int(budget * MIB))
     # Loading checks every rule: segments hold their needs and fit the budget.
-    return refit, load_plan(plan, overrides={**given, **refit.overrides})
+    return "\n".join(changes), load_plan(plan, overrides={**given, **values})
 
 
 def find_least() -> float:
@@ -57,7 +58,7 @@ def test_what_a_unit_owns_becomes_less_with_the_hot_neurons(settings: dict[str, 
     fitted, refused = {}, {}
     for size in range(120 * 4, 136 * 4):
         try:
-            refit, plan = fit(size / 4, TWO_UNITS, **settings)
+            told, plan = fit(size / 4, TWO_UNITS, **settings)
         except UserError as error:
             refused[size] = [found.code for found in error.diagnostics]
             continue
@@ -66,7 +67,7 @@ def test_what_a_unit_owns_becomes_less_with_the_hot_neurons(settings: dict[str, 
         if dense is None:
             continue
         if plan.layers[0].hot_neurons < 307:
-            assert "layers.split: cpu 0.7, second 0.3 -> " in "\n".join(refit.changes)
+            assert "layers.split: cpu 0.7, second 0.3 -> " in told
     assert all(codes == ["P611"] for codes in refused.values())
     assert max(refused) < min(fitted)
     counts = [0 if p.layers[0].dense is None else p.layers[0].dense.kept for p in fitted.values()]
@@ -74,23 +75,23 @@ def test_what_a_unit_owns_becomes_less_with_the_hot_neurons(settings: dict[str, 
 
 
 def test_every_change_is_told() -> None:
-    refit, fitted = fit(find_least() + 0.3)
-    told = {change.split(":")[0] for change in refit.changes}
-    assert {"budget", "hot", "cold", "layers.hot"} <= told
-    assert f"layers.hot: 0.125 -> {fitted.plan.layers.hot:g}" in refit.changes
+    told, fitted = fit(find_least() + 0.3)
+    changes = told.splitlines()
+    assert {"budget", "hot", "cold", "layers.hot"} <= {text.split(":")[0] for text in changes}
+    assert f"layers.hot: 0.125 -> {fitted.plan.layers.hot:g}" in changes
 
 
 def test_what_does_not_fit_takes_the_room_of_the_embedding_and_of_the_unused_context() -> None:
     before = load_plan(BAMBOO)
-    refit = refit_plan(before, 3 << 30)
-    fitted = load_plan(BAMBOO, overrides=dict(refit.overrides)).plan
+    values, changes = refit_plan(before, 3 << 30)
+    fitted = load_plan(BAMBOO, overrides=values).plan
     assert (fitted.memory.embedding, fitted.kv.lend) == ("flash", True)
-    told = "\n".join(refit.changes)
+    told = "\n".join(changes)
     assert "memory.embedding: resident -> flash" in told and "kv.lend: false -> true" in told
     stated: dict[str, object] = {"memory.embedding": "resident", "kv.lend": False}
-    kept = refit_plan(load_plan(BAMBOO, overrides=stated), 3 << 30).overrides
+    kept, _ = refit_plan(load_plan(BAMBOO, overrides=stated), 3 << 30)
     assert not set(stated) & set(kept), "what the author states stays"
-    assert not set(stated) & set(refit_plan(before, 8 << 30).overrides), "everything fits"
+    assert not set(stated) & set(refit_plan(before, 8 << 30)[0]), "everything fits"
 
 
 def test_too_little_names_what_it_takes() -> None:

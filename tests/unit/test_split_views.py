@@ -10,11 +10,10 @@ import pytest
 from pi2.cli.main import run
 from pi2.engine.run_report import summarise_units
 from pi2.measuring.report import Conditions, Row, Workload, describe_row, write_markdown
-from pi2.measuring.session import Outcome, PlanRecipe
+from pi2.measuring.session import Outcome, PlanContestant
 from pi2.measuring.timeline import record_run
 from pi2.orchestrator import load
 from pi2.plan.toml.text import write_value
-from pi2.progress import ignore_progress
 from tests.helpers.models import make_tiny
 from tests.helpers.plans import write_plan
 from tests.helpers.tables import in_table
@@ -115,7 +114,7 @@ def test_diff_compares_what_units_compute_and_need(plan: Path, capsys: Capture) 
 def test_a_benchmark_says_how_busy_each_unit_was(plan: Path) -> None:
     rows = []
     for settings in ({}, {**TWO, "decode.predictor": "gate"}):
-        contestant = PlanRecipe(path=plan, overrides=settings)(ignore_progress)
+        contestant = PlanContestant(plan, settings)
         try:
             workload = Workload("tg", 4, 4)
             samples = tuple(contestant.run(workload) for _ in range(2))

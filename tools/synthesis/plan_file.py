@@ -64,8 +64,9 @@ def write_plan(
         document["memory"]["embedding"] = "flash"
     plan = Plan.model_validate_json(json.dumps(document))
     resolved = ResolvedPlan(plan=plan, device=device, model=model, find_source=find_source)
+    stated = {} if wish.runtime_bytes is None else {"runtime": wish.runtime_bytes}
     try:
-        fitted = fit_plan(resolved, budget, runtime_bytes=wish.runtime_bytes)
+        fitted = fit_plan(resolved, budget, stated=stated)
     except Shortage as shortage:
         assert budget is not None
         raise _explain_shortage(budget, shortage) from None

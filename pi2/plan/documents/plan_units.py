@@ -1,6 +1,6 @@
 """Which unit computes what: layers and their splits, projections, threads, graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -18,6 +18,17 @@ def parse_selector(text: str) -> list[tuple[int, int]]:
         low = _parse_number(first)
         ranges.append((low, _parse_number(last) if last else low))
     return ranges
+
+
+def write_selector(numbers: Iterable[int], between: str = ",") -> str:
+    """The selector of ``numbers``, which ascend: ``"0-3,7"``."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return between.join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
 def _parse_number(text: str) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi2.diagnostics import Diagnostic
 from pi2.plan.documents.model_mixing import BY_LAYER, BlockEntries, BlockEntry, BlockFfn, BlockMixer
+from pi2.plan.documents.plan_units import write_selector
 from pi2.plan.toml.source import SourceFile
 from pi2.plan.toml.text import KeyPath, format_path, write_value
 
@@ -54,21 +55,13 @@ def choose_layers(text: str, count: int) -> list[int]:
 
 def describe_layers(layers: Sequence[int], count: int) -> str:
     """The shortest choice that names ``layers``, which are sorted, of ``count``."""
-    if len(layers) == 1:
-        return str(layers[0])
     steps = {after - before for before, after in pairwise(layers)}
     if len(steps) == 1 and len(layers) > 2:
         (step,) = steps
         first = str(layers[0]) if layers[0] else ""
         last = str(layers[-1] + 1) if layers[-1] + step < count else ""
         return f"{first}:{last}" + (f":{step}" if step > 1 else "")
-    parts, start = [], 0
-    for end in range(1, len(layers) + 1):
-        if end == len(layers) or layers[end] != layers[end - 1] + 1:
-            single = end - start == 1
-            parts.append(f"{layers[start]}" if single else f"{layers[start]}-{layers[end - 1]}")
-            start = end
-    return ", ".join(parts)
+    return write_selector(layers, ", ")
 
 
 def spread_blocks(source: SourceFile) -> tuple[SourceFile, list[Diagnostic]]:
