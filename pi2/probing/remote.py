@@ -141,7 +141,7 @@ def _list_steps(
     read[:] = 1
     own = arrays.chunks[0] | {"hidden_values": read, "given": given}
     views, tensors = wrap_all(calls, own), TensorViews(calls, memory, request.tensors)
-    prediction = Prediction(request, arrays, spec, calls, views, tensors)
+    prediction = Prediction(request, arrays, spec, calls, views, tensors, later={})
     scratch = memory.take("uint8", 4 * spec.threads * DENSE_FLOATS)
     neurons = Neurons(request, arrays, spec, calls, views, prediction, scratch)
     begin, end = (calls.bind(name, "tokens", views) for name in ("begin_ffn", "end_ffn"))
