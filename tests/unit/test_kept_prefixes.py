@@ -23,7 +23,6 @@ from tests.helpers.slow import mark_slow
 from tests.helpers.tables import in_table
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "seed": 5}
-DEMO = Path(__file__).resolve().parents[2] / "plans" / "demo.plan.toml"
 LONG = [int(token) for token in np.random.default_rng(1).integers(0, 250, 45)]
 
 
