@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from pi2.backends.compiler import cache
 from pi2.caches import find_cache_folder
-from tests.helpers.compiling import QUICK, start_loaded_compiler
+from tests.helpers.compiling import QUICK, make_common_folder, start_loaded_compiler
 from tests.helpers.programs import Ask, Written
 from tests.helpers.slow import mark_as_stated
 
@@ -67,9 +67,7 @@ def every_core() -> Iterator[None]:
 def compiler_at_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels are compiled by processes without TVM at first, each once for all workers.  Runs
     measure the memory's rate with few bytes, and nothing waits for a disk."""
-    folder = tmp_path_factory.getbasetemp()
-    objects = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
-    objects.mkdir(exist_ok=True)
+    objects = make_common_folder(tmp_path_factory, "objects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "start_compiler", partial(start_loaded_compiler, objects))
         patch.setattr("pi2.machine.memory.MEASURED_BYTES", 1 << 20)

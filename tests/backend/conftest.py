@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pi2.backends.gpu.launchers.interface import Launcher
+from tests.helpers.compiling import make_common_folder
 from tests.helpers.gpu import require_launcher
 from tests.helpers.slow import GPU_APIS
 
@@ -15,7 +16,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep compiled kernels of tests out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         if "PI2_CACHE_DIR" not in os.environ:
-            patch.setenv("PI2_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+            patch.setenv("PI2_CACHE_DIR", str(make_common_folder(tmp_path_factory, "cache")))
         yield
 
 

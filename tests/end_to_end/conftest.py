@@ -1,4 +1,5 @@
-"""A user, a repository of devices and a web server for the tests of sharing."""
+"""Kernels that are compiled quickly, and for the tests of sharing a user, a repository of devices
+and a web server."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,12 @@ import pytest
 
 from tests.helpers.sharing import Repository, Server, make_repository, start_server
 from tests.helpers.sharing_user import User
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(quick_kernels: None) -> None:
+    """What runs ask of kernels does not depend on how well these are optimised: `test_demo.py` runs
+    users' kernels."""
 
 
 @pytest.fixture

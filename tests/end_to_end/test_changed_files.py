@@ -21,8 +21,6 @@ from tests.helpers.programs import start_python
 from tests.helpers.servers import post, serve
 from tests.helpers.slow import keep_quick
 
-pytestmark = pytest.mark.usefixtures("quick_kernels")
-
 PAGE = mmap.PAGESIZE
 
 

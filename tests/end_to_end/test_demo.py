@@ -21,6 +21,11 @@ PLAN = ROOT / "plans" / "demo.plan.toml"
 PROMPT = "def read_lines(path):\n"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> None:
+    """Kernels are optimised, as users' are."""
+
+
 def run_json(*arguments: str) -> dict[str, Any]:
     done = start_pi2("run", PLAN, "--json", *arguments)
     assert done.returncode == 0, done.stderr

@@ -8,8 +8,6 @@ import pytest
 from tests.helpers.compiling import use_own_data
 from tests.helpers.sessions import SLOW, list_sessions, play, read_sessions
 
-pytestmark = pytest.mark.usefixtures("quick_kernels")
-
 
 @pytest.mark.parametrize(
     ("path", "name"),

@@ -82,7 +82,7 @@ def write_checkpoint(
     return folder
 
 
-def write_counts(file: Path, counts: I64) -> Path:
+def write_counts(file: Path, counts: I64, notes: Mapping[str, str] | None = None) -> Path:
     """Write activation counts int64 [layers, neurons] as Parquet; return ``file``."""
     layers, neurons = counts.shape
     table = pa.table(
@@ -92,5 +92,5 @@ def write_counts(file: Path, counts: I64) -> Path:
             "count": counts.reshape(-1),
         }
     )
-    pq.write_table(table, file)
+    pq.write_table(table.replace_schema_metadata(notes), file)
     return file

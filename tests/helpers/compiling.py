@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import pytest
 
+from pi2.backends.blocks.contract import BlockSpec
 from pi2.backends.compiler.cache import start_compiler
 from pi2.backends.compiler.signature import LIBRARIES
 from pi2.backends.gpu.launches import IMAGES
@@ -82,7 +83,8 @@ class LoadedCompiler:
 def _start_server(python_path: str) -> ForkServerContext:
     """Let the server, which starts with the first process, find pi2 where the tests have it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*FORKED.values(), KernelSpec.program, HostSpec.program])
+    programs = (BlockSpec.program, KernelSpec.program, HostSpec.program)
+    context.set_forkserver_preload([*FORKED.values(), *programs])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = python_path
     try:
@@ -111,9 +113,10 @@ def _compile(
     with open(errors, "a") as stream:
         os.dup2(stream.fileno(), 2)
     if module == FORKED[LIBRARIES.module]:
-        patch.object(
-            compiler, "generate", partial(_generate_once, objects, compiler.generate)
-        ).start()
+        for user in (compiler, importlib.import_module(arguments[0])):
+            for name in {"generate", "generate_plain"} & vars(user).keys():
+                once = partial(_generate_once, objects, getattr(user, name))
+                patch.object(user, name, once).start()
     status = compiler.main(arguments)
     sys.stdout.flush()
     os._exit(status)
@@ -138,9 +141,9 @@ def _generate_once(
 
     if QUICK in os.environ:
         target = Target({**target.export(), "opt-level": 0})
-    ((_, function),) = module.functions.items()
-    number = structural_hash(function) & (1 << 64) - 1
-    name = hashlib.sha256(f"{number} {target}".encode()).hexdigest()
+    numbers = [structural_hash(function) for function in module.functions.values()]
+    content = f"{generate.__name__} {numbers} {target}"
+    name = hashlib.sha256(content.encode()).hexdigest()
     file = objects / f"{name}.o"
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=objects) as folder:
@@ -159,6 +162,14 @@ def start_loaded_compiler(
     if module not in FORKED or os.pathsep in environment["PYTHONPATH"]:
         return start_compiler(module, arguments, errors, environment)
     return LoadedCompiler(FORKED[module], arguments, errors, environment, objects)
+
+
+def make_common_folder(factory: pytest.TempPathFactory, name: str) -> Path:
+    """A temporary folder that all workers of a session share."""
+    folder = factory.getbasetemp()
+    own = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / name
+    own.mkdir(exist_ok=True)
+    return own
 
 
 def share_kernels(cache: Path) -> Path:

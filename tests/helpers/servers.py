@@ -54,8 +54,8 @@ def make_chat_plan(
             target.write_text(template, "utf-8")
         else:
             shutil.copy(TEMPLATES / f"{template}.jinja", target)
-    greedy = {"sampling": PLAIN}
-    return write_plan(folder, tiny, {"kv": {"context": context}, **greedy, **(changes or {})})
+    own = {"backends": {"cpu": "cpu"}, "kv": {"context": context}, "sampling": PLAIN}
+    return write_plan(folder, tiny, {**own, **(changes or {})})
 
 
 def describe_plan(

@@ -17,6 +17,11 @@ from pi2.plan.documents.model import Model
 from pi2.planning.wish import read_document
 
 PLANS = Path(__file__).parents[2] / "plans"
+SCHEMAS: Mapping[str, dict[str, Any]] = {
+    path.name: json.loads(path.read_text("utf-8"))
+    for path in sorted((PLANS.parent / "schemas").glob("*.json"))
+}
+"""JSON Schemas by the names of their files, in which a session sees what `pi2 schema` writes."""
 
 
 def list_plans() -> list[Path]:

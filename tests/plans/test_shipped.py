@@ -1,6 +1,5 @@
 """Every document that comes with pi2 is sound, for pi2 and for editors."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,20 +7,18 @@ import jsonschema
 import pytest
 import tomli
 
-from pi2.authoring.explanation import make_schemas
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.plan.documents.quantities import parse_size
 from pi2.plan.toml.source import detect_kind
 from pi2.refit import read_plan
 from tests.helpers.programs import Ask
-from tests.helpers.shipped_plans import has_package, list_plans
+from tests.helpers.shipped_plans import SCHEMAS, has_package, list_plans
 from tests.helpers.slow import keep_quick
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "plans").rglob("*.toml"))
 PAPER = sorted((ROOT / "tools/paper/plans").rglob("*.plan.toml"))
-SCHEMAS = make_schemas()
 
 
 def _name(path: Path) -> str:
@@ -35,7 +32,7 @@ def test_it_validates_without_findings(path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("path", SHIPPED, ids=_name)
 def test_it_agrees_with_its_json_schema(path: Path) -> None:
-    schema = json.loads(SCHEMAS[f"{detect_kind(path.name)}.schema.json"])
+    schema = SCHEMAS[f"{detect_kind(path.name)}.schema.json"]
     errors = list(
         jsonschema.Draft7Validator(schema).iter_errors(tomli.loads(path.read_text("utf-8")))
     )

@@ -13,6 +13,7 @@ from pi2.fitting.check import load_plan
 from pi2.measuring.contestant import BandwidthMeter
 from pi2.measuring.report import Workload
 from pi2.measuring.session import PlanContestant
+from tests.helpers.programs import Ask
 from tests.helpers.tables import in_table
 
 
@@ -123,27 +124,11 @@ def test_bandwidth_falls_back_to_numpy_and_says_so(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_the_command_prints_rows_of_a_real_run(
-    plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plan: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pi2.measuring.session.BUFFER_BYTES", 2**24)
-    code = main.run(
-        [
-            "bench",
-            str(plan),
-            "--prompt-tokens",
-            "8",
-            "-n",
-            "4",
-            "-r",
-            "2",
-            "-d",
-            "0,3",
-            "--format",
-            "json",
-        ]
-    )
-    document = json.loads(capsys.readouterr().out)
-    assert code == 0
+    options = ["--prompt-tokens", "8", "-n", "4", "-r", "2", "-d", "0,3", "--format", "json"]
+    document = json.loads(ask(["bench", str(plan), *options]).out)
     tests = {row["test"]: row for row in document["rows"]}
     assert list(tests) == ["pp8", "pp8 @ d3", "tg4", "tg4 @ d3"]
     row = tests["tg4 @ d3"]

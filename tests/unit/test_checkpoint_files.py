@@ -25,11 +25,6 @@ from tests.helpers.whole_files import NEAR, make_file
 GOLDEN_TOKENIZERS = Path(__file__).parents[1] / "golden/gguf_tokenizers.json"
 FAR = {"bitnet": 1e-3}
 """Goldens whose scales a file has in 16 bits."""
-LAYOUTS = (
-    *("falcon-40b", "gpt-oss", "granite-moe", "qwen3-next", "kimi-linear", "gemma3n", "cohere"),
-    *("deepseek-v2", "jamba", "llama4"),
-)
-"""Checkpoints whose rows, experts or streams lie in other ways than a file's."""
 
 
 def make(name: str, folder: Path) -> Path:

@@ -1,9 +1,11 @@
 """Prompts that begin like earlier ones go on from what was read of those."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,8 @@ import pytest
 import pi2
 from pi2.engine.loaded_model import LoadedModel
 from pi2.engine.prefixes import Block, KeptPrefixes, PrefixFiles, name_blocks
-from tests.helpers import goldens
 from tests.helpers.compiling import share_kernels
+from tests.helpers.goldens import make_golden_plan
 from tests.helpers.models import make_tiny
 from tests.helpers.peers import read_models, write_tiny
 from tests.helpers.plans import write_plan
@@ -21,7 +23,6 @@ from tests.helpers.slow import mark_slow
 from tests.helpers.tables import in_table
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "seed": 5}
-DEMO = Path(__file__).resolve().parents[2] / "plans" / "demo.plan.toml"
 LONG = [int(token) for token in np.random.default_rng(1).integers(0, 250, 45)]
 
 
@@ -36,9 +37,18 @@ def make_plan(folder: Path, **changes: Any) -> Path:
     return write_plan(folder, tiny, {"decode": {"batch": 2}, **changes})
 
 
-def generate(model: LoadedModel, ids: Sequence[int]) -> tuple[tuple[int, ...], int]:
+@contextmanager
+def keep(plan: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[LoadedModel]:
+    """The model as a server has it: it keeps what it read."""
+    with pi2.load(plan, set=dict(settings)) as model:
+        model.keep_prefixes()
+        yield model
+
+
+def generate(model: LoadedModel, ids: Sequence[int], **options: Any) -> tuple[tuple[int, ...], int]:
+    """A text, and how many tokens of its prompt were read."""
     before = model.scheduler.rounds.prompt_tokens
-    result = model.generate(ids, **OPTIONS).result
+    result = model.generate(ids, **{**OPTIONS, **options}).result
     return result.token_ids, model.scheduler.rounds.prompt_tokens - before
 
 
@@ -57,8 +67,7 @@ def test_a_beginning_is_read_once_and_changes_nothing(
     plan = make_plan(tmp_path)
     prompts = [LONG, LONG, [*LONG[:40], 7, 7], [*LONG[:20], 9], [1, 2], LONG]
     alone = run_alone(plan, prompts, settings)
-    with pi2.load(plan, set=settings) as model:
-        model.keep_prefixes()
+    with keep(plan, settings) as model:
         found = [generate(model, ids) for ids in prompts]
     assert [tokens for tokens, _ in found] == alone
     # Whole blocks of sixteen are gone on from, also out of a place that others use by now.
@@ -68,8 +77,7 @@ def test_a_beginning_is_read_once_and_changes_nothing(
 def test_the_next_turn_of_a_conversation_reads_only_what_is_new(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, layers={"hot": 1.0})
     for mode, new in (("answers", 3 + 1), ("prompts", 45 + 8 + 3 - 32), ("none", 45 + 8 + 3)):
-        with pi2.load(plan, set={"serve.prefixes": mode}) as model:
-            model.keep_prefixes()
+        with keep(plan, {"serve.prefixes": mode}) as model:
             answer, _ = generate(model, LONG)
             # The last token that was drawn has not gone through the model.
             _, read = generate(model, [*LONG, *answer, 1, 2, 3])
@@ -79,8 +87,7 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(tmp_path: Path) 
 def test_what_another_sequence_has_is_copied_while_it_goes_on(tmp_path: Path) -> None:
     plan = make_plan(tmp_path)
     alone = run_alone(plan, [LONG], {})
-    with pi2.load(plan) as model:
-        model.keep_prefixes()
+    with keep(plan) as model:
         first = model.generate(LONG, **{**OPTIONS, "max_tokens": 30})
         next(first)
         tokens, read = generate(model, LONG)
@@ -93,8 +100,7 @@ def test_what_was_read_is_there_after_a_restart(tmp_path: Path) -> None:
     settings = {"serve.prefix_cache": "1 MiB", "serve.prefixes": "prompts"}
     alone = run_alone(plan, [LONG], {})
     for read_tokens in (45, 45 - 32):
-        with pi2.load(plan, set=settings) as model:
-            model.keep_prefixes()
+        with keep(plan, settings) as model:
             assert generate(model, LONG) == (alone[0], read_tokens)
     files = sorted((tmp_path / "cache" / "prefixes").glob("*/*.kept"))
     assert len(files) == 2
@@ -103,35 +109,29 @@ def test_what_was_read_is_there_after_a_restart(tmp_path: Path) -> None:
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-    with pi2.load(plan, set=settings) as model:
-        model.keep_prefixes()
+    with keep(plan, settings) as model:
         assert generate(model, LONG) == (alone[0], 45)
-    with pi2.load(plan, set={**settings, "kv.type": "int8"}) as model:
-        model.keep_prefixes()
+    with keep(plan, {**settings, "kv.type": "int8"}) as model:
         assert generate(model, LONG)[1] == 45
 
 
 def test_answers_are_kept_in_files_where_the_plan_says_so(tmp_path: Path) -> None:
     plan = make_plan(tmp_path)
     settings = {"serve.prefix_cache": "1 MiB"}
-    with pi2.load(plan, set=settings) as model:
-        model.keep_prefixes()
+    with keep(plan, settings) as model:
         answer, _ = generate(model, LONG)
     turn = [*LONG, *answer, 1, 2, 3]
-    with pi2.load(plan, set=settings) as model:
-        model.keep_prefixes()
+    with keep(plan, settings) as model:
         assert generate(model, turn)[1] == len(turn) - 48
     # Whoever wants nothing but exact ones does not take them.
-    with pi2.load(plan, set={**settings, "serve.prefixes": "prompts"}) as model:
-        model.keep_prefixes()
+    with keep(plan, {**settings, "serve.prefixes": "prompts"}) as model:
         assert generate(model, turn) == (run_alone(plan, [turn], {})[0], len(turn) - 32)
 
 
 def test_a_sequence_that_failed_or_was_given_up_leaves_nothing_wrong(tmp_path: Path) -> None:
     plan = make_plan(tmp_path)
     alone = run_alone(plan, [LONG], {})
-    with pi2.load(plan, set={"decode.batch": 1}) as model:
-        model.keep_prefixes()
+    with keep(plan, {"decode.batch": 1}) as model:
         first = model.generate(LONG, **OPTIONS)
         next(first)
         first.close()
@@ -155,8 +155,7 @@ def test_a_sequence_that_failed_or_was_given_up_leaves_nothing_wrong(tmp_path: P
 def test_memory_that_the_context_lends_stays_right(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, kv={"context": 128, "lend": True})
     alone = run_alone(plan, [LONG, [1, 2, 3]], {})
-    with pi2.load(plan) as model:
-        model.keep_prefixes()
+    with keep(plan) as model:
         for _ in range(3):
             assert generate(model, LONG)[0] == alone[0]
             assert generate(model, [1, 2, 3])[0] == alone[1]
@@ -192,41 +191,29 @@ def test_names_depend_on_all_tokens_before(tmp_path: Path) -> None:
     assert name_blocks(b"b", [1, 2], 2) != one[:1]
 
 
-def describe(model: LoadedModel) -> Mapping[str, bool]:
-    return {"keeps": isinstance(model.scheduler.prefixes, KeptPrefixes)}
-
-
 def test_nobody_keeps_anything_who_does_not_serve(tmp_path: Path) -> None:
     with pi2.load(make_plan(tmp_path)) as model:
-        assert describe(model) == {"keeps": False}
+        assert not isinstance(model.scheduler.prefixes, KeptPrefixes)
         generate(model, LONG)
         assert generate(model, LONG)[1] == 45
         model.keep_prefixes()
-        assert describe(model) == {"keeps": True}
+        assert isinstance(model.scheduler.prefixes, KeptPrefixes)
 
 
 def test_states_are_gone_on_from_where_they_were_kept(tmp_path: Path) -> None:
-    model = goldens.convert_golden(
-        goldens.copy_checkpoint("lfm2", tmp_path / "checkpoint"), tmp_path, goldens.EXACT
-    )
-    plan = goldens.write_plan(tmp_path, model, {})
+    plan = make_golden_plan("lfm2", tmp_path)
     ids = np.random.default_rng(2).integers(3, 96, 45).tolist()
-    options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    options = {"max_tokens": 4, "temperature": 0}
     settings = {"prefill.chunk": 16, "serve.prefix_cache": "4 MiB", "decode.batch": 2}
-    with pi2.load(plan, set=settings) as model_alone:
-        alone = model_alone.generate(ids, **options).result.token_ids
+    with pi2.load(plan, set=settings) as model:
+        alone, _ = generate(model, ids, **options)
         turn = [*ids, *alone, 5, 6]
-        after = model_alone.generate(turn, **options).result.token_ids
-    with pi2.load(plan, set=settings) as loaded:
-        loaded.keep_prefixes()
-        assert loaded.generate(ids, **options).result.token_ids == alone
+        after, _ = generate(model, turn, **options)
+    with keep(plan, settings) as model:
+        assert generate(model, ids, **options) == (alone, 45)
         # The place has the state after its last token, the files those after whole pieces.
-        before = loaded.scheduler.rounds.prompt_tokens
-        assert loaded.generate(turn, **options).result.token_ids == after
-        assert loaded.scheduler.rounds.prompt_tokens - before == 3
-        before = loaded.scheduler.rounds.prompt_tokens
-        assert loaded.generate(ids, **options).result.token_ids == alone
-        assert loaded.scheduler.rounds.prompt_tokens - before == 45 - 32
+        assert generate(model, turn, **options) == (after, 3)
+        assert generate(model, ids, **options) == (alone, 45 - 32)
 
 
 FACTORS = {"short_factors": [1.0, 1.2, 1.5, 2.0], "long_factors": [1.5, 3.0, 6.0, 9.0]}
@@ -248,8 +235,7 @@ def test_a_longer_prompt_does_not_go_on_from_keys_of_shorter_ones(
         settings["serve.prefix_cache"] = "1 MiB"
     alone, found = run_alone(plan, TURNS, {}), []
     for turns in (TURNS[:2], TURNS[2:]) if is_file else (TURNS,):
-        with pi2.load(plan, set=settings) as model:
-            model.keep_prefixes()
+        with keep(plan, settings) as model:
             found += [generate(model, ids) for ids in turns]
     assert [tokens for tokens, _ in found] == alone
     reads = [read for _, read in found]
@@ -265,14 +251,13 @@ def test_a_longer_prompt_of_a_file_does_not_go_on_from_keys_of_shorter_ones(tmp_
     file = write_tiny(tmp_path / "tiny.gguf", read_models()["phi3-longrope"])
     ids = np.random.default_rng(2).integers(3, 90, 112).tolist()
     settings: dict[str, Any] = {"kv.context": 124, "serve.prefixes": "prompts"}
-    options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    options = {"max_tokens": 4, "temperature": 0}
     with pi2.load(file, set=settings) as model:
-        alone = [model.generate(ids[:end], **options).result.token_ids for end in (90, 112)]
+        alone = [generate(model, ids[:end], **options)[0] for end in (90, 112)]
         logits = np.array(model.logits(ids))
         model.keep_prefixes()
         for _ in range(2):
-            found = [model.generate(ids[:end], **options).result.token_ids for end in (90, 112)]
-            assert found == alone
+            assert [generate(model, ids[:end], **options)[0] for end in (90, 112)] == alone
             assert np.array_equal(model.logits(ids), logits)
 
 

@@ -128,20 +128,6 @@ def test_what_no_document_states_is_refused(
     assert problem in str(caught.value)
 
 
-SHARED = "[moe]\nshared_experts = 1\n"
-
-
-NGRAMS = """[ngrams]
-layer = 1
-rows = 4
-kernel = 1
-end_token = 0
-multipliers = [1, 1]
-sizes = [4]
-offsets = [1]
-"""
-
-
 @in_table
 def test_what_does_not_belong_together_is_refused(
     make_plan: MakePlan, tmp_path: Path, name: str, before: str, after: str, problem: str

@@ -392,9 +392,6 @@ def test_a_matrix_without_a_scale_is_refused(name: str, tmp_path: Path) -> None:
         open_checkpoint(place).tensors["a.weight"].read()
 
 
-ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "input"}]}}}
-
-
 @in_table
 def test_formats_that_are_not_read_are_named(
     settings: dict[str, Any], says: str, tmp_path: Path

@@ -1,6 +1,5 @@
 """The JSON Schemas are what editors understand, and say something about every key."""
 
-import json
 import os
 import re
 import shutil
@@ -13,12 +12,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pi2.authoring.explanation import make_schemas
+from tests.helpers.shipped_plans import SCHEMAS
 
 ROOT = Path(__file__).parents[2]
-SCHEMAS: dict[str, dict[str, Any]] = {
-    name: json.loads(text) for name, text in make_schemas().items()
-}
 
 
 def walk_keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -95,10 +91,8 @@ def lint(folder: Path, *files: str) -> tuple[int, str]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """Schemas as they are made now, and shipped documents beside them."""
-    (tmp_path / "schemas").mkdir()
-    for name, text in make_schemas().items():
-        (tmp_path / "schemas" / name).write_text(text, "utf-8")
+    """Schemas, and shipped documents beside them."""
+    shutil.copytree(ROOT / "schemas", tmp_path / "schemas")
     shutil.copytree(ROOT / "plans", tmp_path / "plans", ignore=shutil.ignore_patterns("stores"))
     return tmp_path
 

@@ -9,7 +9,6 @@ from pi2.sharing.references import MAX_LENGTH, join_reference, parse_reference
 from tests.helpers.tables import in_table
 
 COMMIT = "4f0568861877fba9991312b38040614874b5cf15"
-D = "devices/acme-12.device.toml"
 
 
 @in_table

@@ -4,12 +4,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import pi2
-from pi2.arrays import I32, I64
+from pi2.arrays import I32
 from pi2.cli.main import run
 from pi2.diagnostics import UserError
 from pi2.importing.conversion_job import EXPERT_BANDS, group_experts, note_identity
@@ -21,6 +19,7 @@ from pi2.store.verification import verify_store
 from synthesis.blueprint import draw_blueprint
 from synthesis.generation import write_synthetic_store
 from synthesis.recipe import Recipe
+from tests.helpers.checkpoints import write_counts
 from tests.helpers.models import MIXTURE, TinyModel, make_model, make_tiny
 from tests.helpers.plans import write_plan
 
@@ -108,7 +107,7 @@ def test_order_that_says_nothing_of_hotness_needs_statistics(tmp_path: Path, sto
     with pytest.raises(UserError, match=r"P524.*order is by index"):
         choose_orders(store, "expert", None)
     counts = np.random.default_rng(2).integers(0, 99, orders.shape)
-    file = write_noted_counts(tmp_path / "counts.parquet", counts, {})
+    file = write_counts(tmp_path / "counts.parquet", counts)
     wanted = [
         group_experts(np.argsort(-row, kind="stable").astype(np.int32), FFN) for row in counts
     ]
@@ -121,17 +120,6 @@ def test_other_orders_need_statistics(store: Path, capsys: pytest.CaptureFixture
 
 
 # Statistics of another model
-def write_noted_counts(file: Path, counts: I64, notes: dict[str, str]) -> Path:
-    layers, neurons = counts.shape
-    table = pa.table(
-        {
-            "layer": np.repeat(np.arange(layers), neurons),
-            "neuron": np.tile(np.arange(neurons), layers),
-            "count": counts.reshape(-1),
-        }
-    )
-    pq.write_table(table.replace_schema_metadata(notes), file)
-    return file
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +139,7 @@ def test_statistics_of_other_weights_are_refused(tmp_path: Path, others: tuple[P
     one, two = others
     before = read_manifest(two)
     counts = np.random.default_rng(2).integers(0, 99, (3, 96))
-    file = write_noted_counts(tmp_path / "counts.parquet", counts, note(one))
+    file = write_counts(tmp_path / "counts.parquet", counts, note(one))
     command = ["store", "reorder", "--by", "hotness", "--statistics", str(file), "-o"]
     assert run([*command, str(tmp_path / "new"), str(two)]) == 2
     assert not (tmp_path / "new").exists() and read_manifest(two) == before
@@ -173,7 +161,7 @@ def test_a_folder_whose_summary_names_another_model_is_refused(
     tmp_path: Path, others: tuple[Path, Path]
 ) -> None:
     counts = np.random.default_rng(2).integers(0, 99, (3, 96))
-    write_noted_counts(tmp_path / "activations.parquet", counts, {})
+    write_counts(tmp_path / "activations.parquet", counts)
     summary = '{"model": "other", "job": "", "tokens": 1, "active": 0, "skew": 0, "layers": []}'
     (tmp_path / "statistics.json").write_text(summary)
     with pytest.raises(UserError, match=r"P540.*of model 'other'"):
@@ -185,7 +173,7 @@ def test_a_folder_whose_summary_names_another_model_is_refused(
 def test_pairs_of_other_weights_are_refused(tmp_path: Path, others: tuple[Path, Path]) -> None:
     one, two = others
     counts = np.random.default_rng(2).integers(0, 99, (3, 96))
-    write_noted_counts(tmp_path / "activations.parquet", counts, note(one))
-    write_noted_counts(tmp_path / "coactivations.parquet", counts, note(two))
+    write_counts(tmp_path / "activations.parquet", counts, note(one))
+    write_counts(tmp_path / "coactivations.parquet", counts, note(two))
     with pytest.raises(UserError, match=r"P540.*coactivations.parquet"):
         choose_orders(one, "coactivation", tmp_path)

@@ -27,7 +27,6 @@ from tests.helpers.whole_files import NEAR
 from tests.unit.test_checkpoint_files import FAR
 from tests.unit.test_quantized_files import WIDE, write_sources
 
-LAYOUTS = ("deepseek-v2", "falcon-40b", "gemma", "gpt-oss", "mamba2", "mixtral", "qwen3-next")
 FILLED = ("mimo-v2-flash",)
 """Stores with heads that zeros fill up have no reverse."""
 

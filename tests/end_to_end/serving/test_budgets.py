@@ -27,8 +27,6 @@ from tests.helpers.plans import write_plan
 from tests.helpers.programs import Ask
 from tests.helpers.servers import get, post, serve
 
-pytestmark = pytest.mark.usefixtures("quick_kernels")
-
 SHAPE = {"hidden": 256, "ffn": 4096, "layers": 4, "context": 256}
 PROMPTS = ("a", "the sky", "one two", "def f")
 PLAIN: dict[str, object] = {"sampling.temperature": 0.0, "sampling.end_repeats": False}

@@ -23,8 +23,6 @@ from tests.helpers.servers import (
     wait_until_idle,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_kernels")
-
 
 def test_events_are_written_to_the_byte(address: str) -> None:
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "temperature": 0, "stream": True}
