@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pi2.backends.compiler.cache import load_or_compile
-from pi2.backends.compiler.signature import Compiler
 from pi2.backends.gpu.arrays import TILE
 from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage, Number
 from pi2.backends.gpu.launchers.interface import (
@@ -17,12 +16,13 @@ from pi2.backends.gpu.launchers.interface import (
 )
 from pi2.progress import Progress
 
-IMAGES = Compiler("pi2.backends.gpu.kernels.compile", ".json")
+IMAGE = ".json"
+"""Suffix of the file of an image."""
 
 
 def load_image(spec: GpuSpec, progress: Progress) -> KernelImage:
     """Compiled kernels of ``spec``; raises P363 without the API's compiler, P651."""
-    return KernelImage.from_json(load_or_compile(spec, progress, IMAGES).read_text())
+    return KernelImage.from_json(load_or_compile(spec, progress, IMAGE).read_text())
 
 
 class Kernels:

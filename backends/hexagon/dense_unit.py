@@ -19,7 +19,7 @@ from pi2.backends.hexagon.arrays import (
 )
 from pi2.backends.hexagon.packing import Arrays, pack_neurons, pack_rows, pack_tokens
 from pi2.backends.hexagon.session import Session, find_unit_obstacles
-from pi2.backends.hexagon.specification import LANES, PROGRAMS, FfnGraph, Graph, Room, Weights
+from pi2.backends.hexagon.specification import ELF, LANES, FfnGraph, Graph, Room, Weights
 from pi2.backends.units import DenseUnit, Padding, UnitFailed, UnitRequest
 from pi2.diagnostics import UserError
 from pi2.plan.weights.layout import round_up
@@ -50,7 +50,7 @@ class HexagonUnit(DenseUnit):
         emulated = bool(request.share.unit.emulated)
         self._note = ", emulated" if emulated else ""
         try:
-            library = load_or_compile(arrays.spec, request.progress, PROGRAMS)
+            library = load_or_compile(arrays.spec, request.progress, ELF)
         except UserError as error:
             found = error.diagnostics[0]
             raise UnitFailed(found.message, help=found.help) from error

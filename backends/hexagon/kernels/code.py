@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -38,20 +38,6 @@ def make_function(name: str, parameters: Sequence[str], emit: Callable[..., None
             T.func_attr({"global_symbol": name, "tirx.noalias": False})
             emit(*(T.arg(parameter, T.int32()) for parameter in parameters))
     return builder.get()
-
-
-def generate(function: tirx.PrimFunc, target: tvm.target.Target) -> tvm.runtime.Module:
-    """Return the machine code of a function, which keeps its name and parameters."""
-    passes = [
-        tirx.transform.BindTarget(target.with_host(target)),
-        s_tir.transform.ConvertBlocksToOpaque(),
-        s_tir.transform.LowerOpaqueBlock(),
-        tirx.transform.LowerTVMBuiltin(),
-        tirx.transform.LowerIntrin(),
-    ]
-    name = str(function.attrs["global_symbol"])
-    module = tvm.ir.transform.Sequential(passes)(tvm.IRModule({name: function}))
-    return tvm.get_global_func("target.build.llvm")(module, target)
 
 
 def view(address: Expr, dtype: str, align: int = 4) -> Buffer:

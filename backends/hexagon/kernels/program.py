@@ -1,14 +1,8 @@
-"""The functions of a library: kernels, graphs, and what runs a graph by its number.
-
-``python -m pi2.backends.hexagon.kernels.program PROGRAM SPEC.json OUTPUT`` compiles them: OUT.elf
-runs in the emulator, OUT.o is for the vendor's linker (`backends/hexagon/dsp`)."""
+"""The functions of a library: kernels, graphs, and what runs a graph by its number."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +13,8 @@ import tvm
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.compile import Report, generate_plain
+from pi2.backends.compiler.linking import LinkError
 from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.hexagon import session
 from pi2.backends.hexagon.arrays import FFN_OPERANDS, NUMBERS, PRODUCT_OPERANDS
@@ -28,6 +24,7 @@ from pi2.backends.hexagon.linkers import LINKERS, find_linker
 from pi2.backends.hexagon.specification import (
     LANES,
     LAYOUTS,
+    OBJECT,
     FfnGraph,
     FfnShape,
     Graph,
@@ -159,8 +156,13 @@ class Function:
         return c.make_function(self.name, self.parameters, self.emit)
 
 
+def read_program(text: str) -> Program:
+    return Program(HexagonSpec.from_json(text))
+
+
 class Program:
-    """Graphs of a model's shapes."""
+    """Graphs of a model's shapes: a program for the emulator, or an object for the vendor's linker
+    (`backends/hexagon/dsp`)."""
 
     def __init__(self, spec: HexagonSpec) -> None:
         self.spec = spec
@@ -186,6 +188,18 @@ class Program:
         yield Function("pi2_run", _RUN, partial(emit_run, spec.index))
         yield Function("pi2_count", ("address",), partial(emit_count, spec.index))
         yield Function(ENTRY, (), partial(emit_worker, spec.index))
+
+    def write_file(self, output: Path, report: Report) -> None:
+        """Compile every function to a file, the worker's last, and link them."""
+        functions, files = list(self.list_functions()), []
+        with tempfile.TemporaryDirectory() as folder:
+            for number, function in enumerate(functions):
+                files.append(Path(folder) / f"{function.name}.o")
+                module = tvm.IRModule({function.name: function.make()})
+                generate_plain(module, self.target).write_to_file(str(files[-1]), "o")
+                report(f"compiled {function.name}", (number + 1) / (len(functions) + 1))
+            _link(files, output)
+        find_signatures(output).write_text(self.spec.write_index())
 
 
 _GRAPH = ("memory", "operands")
@@ -263,56 +277,15 @@ def emit_product_graph(graph: ProductGraph, memory: c.Expr, operands: c.Expr) ->
     c.call(name, *(o[name] for name in ffn.PRODUCT))
 
 
-def write_objects(
-    program: Program, folder: Path, report: Callable[[str, float], None]
-) -> list[Path]:
-    """Compile every function of ``program`` to a file in ``folder``; the worker comes last."""
-    functions = list(program.list_functions())
-    files = []
-    for number, function in enumerate(functions):
-        files.append(folder / f"{function.name}.o")
-        c.generate(function.make(), program.target).write_to_file(str(files[-1]), "o")
-        report(f"compiled {function.name}", (number + 1) / (len(functions) + 1))
-    return files
-
-
-def link(files: list[Path], output: Path) -> list[str]:
-    """Make a program of all ``files``, or one object of all but the worker; return the fault."""
+def _link(files: list[Path], output: Path) -> None:
+    """Make a program of all ``files``, or one object of all but the worker."""
     linker = find_linker()
     if linker is None:
-        return [f"{LINKERS[0]}: not installed"]
+        raise LinkError(f"{LINKERS[0]}: not installed")
     options = ["-static", "--gc-sections", "-s", "-e", ENTRY]
-    if output.suffix == ".o":
+    if output.suffix == OBJECT:
         options, files = ["-r"], files[:-1]
-    done = subprocess.run(
-        [linker, *options, "-o", str(output), *map(str, files)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return [] if done.returncode == 0 else [f"{linker}: {done.stderr.strip()}"]
-
-
-def main(arguments: list[str]) -> int:
-    """Compile and link; see the module's docstring."""
-    program = Program(HexagonSpec.from_json(Path(arguments[1]).read_text()))
-    output = Path(arguments[2])
-
-    def report(label: str, share: float) -> None:
-        print(json.dumps({"label": label, "share": share}), flush=True)
-
-    report("loading the compiler", 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        failures = link(write_objects(program, Path(folder), report), output)
-    if failures:
-        sys.stderr.writelines(failures)
-        return 1
-    find_signatures(output).write_text(program.spec.write_index())
-    return 0
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    # The compiler library's clean-up at exit takes time and serves nothing.
-    os._exit(status)
+    command = [linker, *options, "-o", str(output), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LinkError(f"{linker}: {done.stderr.strip()}")
