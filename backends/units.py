@@ -47,10 +47,12 @@ Order of calls::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pi2.arrays import F32, U8
+from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.units import UnitShare
 from pi2.plan.weights.bundles import join_scales
 from pi2.progress import Progress, ignore_progress
@@ -194,6 +196,41 @@ class DenseUnit(Protocol):
     def close(self) -> None:
         """Give back threads, processes and memory; jobs under way are given up.  Never fails, and
         may be called twice."""
+
+
+Job = TypeVar("Job")
+
+
+class NumberedUnit(DenseUnit, Generic[Job]):
+    """A dense unit whose jobs have numbers, in the order in which they begin."""
+
+    def __init__(self, request: UnitRequest) -> None:
+        self._request, self._share = request, request.share
+        self._jobs: dict[int, Job] = {}
+        self._next = 0
+
+    def _begin(self, job: Job) -> int:
+        """Return the job's number."""
+        assert len(self._jobs) < self._share.jobs, "more jobs than were asked for"
+        number, self._next = self._next, self._next + 1
+        self._jobs[number] = job
+        return number
+
+    def give_up(self) -> None:
+        """Forget all jobs."""
+        self._jobs.clear()
+
+
+@contextmanager
+def explain_failure() -> Iterator[None]:
+    """Turn a diagnostic, and a lack of memory, into a failure of the unit."""
+    try:
+        yield
+    except UserError as error:
+        found = error.diagnostics[0]
+        raise UnitFailed(found.message, help=found.help) from error
+    except MemoryError as error:
+        raise UnitFailed("there is no main memory left for it") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
