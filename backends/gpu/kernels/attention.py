@@ -133,9 +133,8 @@ def emit_keep(own: Arguments) -> None:
             target.put(shared, thread, target.find(sequence, head, position))
 
 
-def _take_spans(own: Arguments) -> list[c.Buffer]:
-    """Declare the sums of spans, and their largest scores with sums of weights."""
-    return [own.kernel.take_array(name, "float32") for name in ("span_sums", "span_tops")]
+_SPANS = "span_sums span_tops"
+"""Sums of spans, and their largest scores with sums of weights."""
 
 
 def emit_attend(own: Arguments) -> None:
@@ -145,7 +144,7 @@ def emit_attend(own: Arguments) -> None:
     words = -(-own.value_width // each)
     slices, columns = max(1, _KEYS // words), -(-words // _KEYS)
     """Parts of the keys, and words of a value that a thread has."""
-    spans, partials = own.spans, _take_spans(own)
+    spans, partials = own.spans, own.kernel.take_arrays(_SPANS)
     keys, values = Kept.of(own, "key", own.key_width), Kept.of(own, "value", own.value_stride)
     with own.kernel.run(Axis(times=own.heads, number="spans"), Axis(number="tokens")) as place:
         token, thread = place.group[1], place.thread[0]
@@ -275,7 +274,7 @@ def emit_join(own: Arguments) -> None:
     """A thread joins the spans of an element."""
     own.kernel.block = (_KEYS, 1, 1)
     size = own.value_width
-    partials, tops = _take_spans(own)
+    partials, tops = own.kernel.take_arrays(_SPANS)
     groups = Axis(times=-(-own.heads * size // _KEYS))
     with own.kernel.run(groups, Axis(number="tokens")) as place:
         token = place.group[1]

@@ -185,20 +185,28 @@ class Kernel:
     function: tvm.tirx.PrimFunc | None = None
     _expressions: dict[str, Expr] = field(default_factory=dict)
 
+    @classmethod
     @contextmanager
-    def declare(self) -> Iterator[None]:
-        """Declare the kernel: parameters first, then `run`."""
+    def declare(cls, name: str, block: tuple[int, int, int]) -> Iterator[Kernel]:
+        """Declare a kernel: parameters first, then `run`."""
+        kernel = cls(name, block)
         with IRBuilder() as builder:
             with T.prim_func(s_tir=True):
-                T.func_name(self.name)
-                T.func_attr({"global_symbol": self.name, "tirx.noalias": True})
-                yield
-        self.function = builder.get()
+                T.func_name(name)
+                T.func_attr({"global_symbol": name, "tirx.noalias": True})
+                yield kernel
+        kernel.function = builder.get()
 
-    def take_array(self, name: str, dtype: str) -> Buffer:
+    def take_arrays(self, names: str, dtype: str = "float32") -> list[Buffer]:
+        return [self.take_array(name, dtype) for name in names.split()]
+
+    def take_array(self, name: str, dtype: str = "float32") -> Buffer:
         self.arrays[name] = dtype
         handle = T.arg(f"{name}_handle", T.handle())
         return IRBuilder.name(name, T.match_buffer(handle, (T.int32(),), dtype, align=16))
+
+    def take_numbers(self, names: str) -> list[Expr]:
+        return [self.take_number(name) for name in names.split()]
 
     def take_number(self, name: str, dtype: NumberType = "int32") -> Expr:
         self.numbers[name] = dtype

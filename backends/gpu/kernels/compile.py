@@ -57,8 +57,7 @@ def make_step(step: StepKernel, fp16: bool) -> Kernel:
     """Make the kernel of an instruction: functions ``emit_NAME`` of modules."""
     name = f"emit_{step.kernel}"
     emit = next(found for module in _MODULES if (found := getattr(module, name, None)))
-    kernel = Kernel(step.name, (_THREADS, 1, 1))
-    with kernel.declare():
+    with Kernel.declare(step.name, (_THREADS, 1, 1)) as kernel:
         emit(Arguments(kernel, step, fp16))
     return kernel
 

@@ -46,14 +46,12 @@ _THREADS = 256
 
 def make_select(select: SelectKernels) -> c.Kernel:
     """Make ``select``: every thread counts in a range of the neurons, then writes its own."""
-    kernel = c.Kernel("select", (_THREADS, 1, 1))
-    with kernel.declare():
-        scores = kernel.take_array("scores", "float32") if select.scored else None
-        routes = kernel.take_array("routes", "float32") if select.experts else None
+    with c.Kernel.declare("select", (_THREADS, 1, 1)) as kernel:
+        scores = kernel.take_array("scores") if select.scored else None
+        routes = kernel.take_array("routes") if select.experts else None
         order = kernel.take_array("order", "int32") if select.experts else None
-        slots = kernel.take_array("slots", "int32")
-        found = kernel.take_array("found", "int32")
-        size, first_found = kernel.take_number("n"), kernel.take_number("first")
+        slots, found = kernel.take_arrays("slots found", "int32")
+        size, first_found = kernel.take_numbers("n first")
         kernel.take_number("tokens")
         threshold = kernel.take_number("threshold", "float32") if select.scored else None
         with kernel.run(Axis(number="tokens")) as place:
@@ -111,13 +109,12 @@ def list_gathered_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
 
 
 def make_gates(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    kernel = c.Kernel("gates", BLOCK)
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32")
+    with c.Kernel.declare("gates", BLOCK) as kernel:
+        inputs = kernel.take_array("inputs")
         weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
-        biases = kernel.take_array("biases", "float32") if ffn.options.bias else None
+        biases = kernel.take_array("biases") if ffn.options.bias else None
         order = kernel.take_array("order", "int32") if ffn.experts else None
-        scores = kernel.take_array("scores", "float32")
+        scores = kernel.take_array("scores")
         most = kernel.take_number("most")
         kernel.take_number("tokens")
         with kernel.run(Axis(number="most", per=SLICES), Axis(number="tokens")) as place:
@@ -140,15 +137,13 @@ def make_gates(ffn: FfnKernels, fp16: bool) -> c.Kernel:
 
 def make_gathered_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
     """Make ``gathered_values``: 32 threads share a neuron, and read neighbouring words of it."""
-    kernel = c.Kernel("gathered_values", BLOCK)
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32")
+    with c.Kernel.declare("gathered_values", BLOCK) as kernel:
+        inputs = kernel.take_array("inputs")
         weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
         epilogue = Epilogue(kernel, ffn)
-        slots = kernel.take_array("slots", "int32")
-        found = kernel.take_array("found", "int32")
-        values = kernel.take_array("values", "float32")
-        most, first_found = kernel.take_number("most"), kernel.take_number("first")
+        slots, found = kernel.take_arrays("slots found", "int32")
+        values = kernel.take_array("values")
+        most, first_found = kernel.take_numbers("most first")
         kernel.take_number("tokens")
         with kernel.run(Axis(number="most", per=SLICES), Axis(number="tokens")) as place:
             token = place.group[1]
@@ -238,11 +233,9 @@ def _add_word(
 
 
 def make_gathered_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    kernel = c.Kernel("gathered_sums", BLOCK)
-    with kernel.declare():
-        slots = kernel.take_array("slots", "int32")
-        found = kernel.take_array("found", "int32")
-        most, first = kernel.take_number("most"), kernel.take_number("first")
+    with c.Kernel.declare("gathered_sums", BLOCK) as kernel:
+        slots, found = kernel.take_arrays("slots found", "int32")
+        most, first = kernel.take_numbers("most first")
 
         def count_neurons(token: c.Expr) -> c.Expr:
             return c.let(found[first + token])
