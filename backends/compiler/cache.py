@@ -104,17 +104,14 @@ def _find_sources(spec: Spec) -> Path:
 
 def load_or_compile(spec: Spec, progress: Progress, suffix: str = LIBRARY) -> Path:
     """Return the file of ``spec`` with a suffix, made now unless an intact one is cached."""
-    return _load_or_compile([spec], progress, suffix, None)[0]
+    return load_or_compile_several([spec], progress, suffix)[0]
 
 
-def load_or_compile_several(specs: Sequence[Spec], progress: Progress) -> list[Path]:
-    """Return the libraries of specs of one program, the slowest to make first."""
-    return _load_or_compile(specs, progress, LIBRARY, None)
-
-
-def _load_or_compile(
-    specs: Sequence[Spec], progress: Progress, suffix: str, triple: str | None
+def load_or_compile_several(
+    specs: Sequence[Spec], progress: Progress, suffix: str = LIBRARY, triple: str | None = None
 ) -> list[Path]:
+    """Return the files of specs of one program, the slowest to make first; ``triple``: for another
+    machine."""
     ready = [None if triple else _find_ready(spec, suffix) for spec in specs]
     rest = [spec for spec, path in zip(specs, ready, strict=True) if path is None]
     made = iter(_keep_or_compile(rest, progress, suffix, triple) if rest else ())
@@ -261,7 +258,7 @@ def _hash_files(path: Path) -> str:
 def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> None:
     """Write the library of ``spec`` for another machine, and its signatures next to it, to run
     without TVM; UserError P651 if compiling fails."""
-    made = _load_or_compile([spec], progress, LIBRARY, triple)[0]
+    made = load_or_compile_several([spec], progress, triple=triple)[0]
     shutil.copyfile(made, output)
     if find_signatures(made).exists():
         # Libraries whose kernels take tables have none.
