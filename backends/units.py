@@ -79,11 +79,19 @@ class UnitFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitRequest:
-    """Everything that a unit needs to compute its share of a model's layers."""
-
+class _Request:
     name: str
     """The unit's name in the device and the plan."""
+    count: Callable[[int], None]
+    """Counts bytes that the host does not see as an array, such as a GPU's."""
+    progress: Progress = ignore_progress
+    """Called with a label and the share done while something takes its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRequest(_Request):
+    """Everything that a unit needs to compute its share of a model's layers."""
+
     share: UnitShare
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``scales_stride``] in stored order, if bundles
@@ -94,10 +102,6 @@ class UnitRequest:
     """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
     adopt: Callable[[U8], U8]
     """Counts memory that the unit has brought itself, and returns it."""
-    count: Callable[[int], None]
-    """Counts bytes that the host does not see as an array, such as a GPU's."""
-    progress: Progress = ignore_progress
-    """Called with a label and the share done while something takes its time."""
 
     def join_scales(self, layer: int, bundles: U8, first: int) -> U8:
         """Return ``bundles``, the neurons of a layer from ``first`` on, with their scales in
@@ -234,16 +238,10 @@ def explain_failure() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeRequest:
+class WholeRequest(_Request):
     """Everything that a unit needs to have a model as a whole; bundles have their scales."""
 
-    name: str
-    """The unit's name in the device and the plan."""
     resolved: ResolvedPlan
-    count: Callable[[int], None]
-    """Counts bytes that the host does not see as an array, such as a GPU's."""
-    progress: Progress = ignore_progress
-    """Called with a label and the share done while something takes its time."""
     expert_neurons: Sequence[I32] | None = None
     """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each; needed to name neurons only."""

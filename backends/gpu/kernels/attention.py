@@ -202,7 +202,7 @@ def emit_attend(own: Arguments) -> None:
                             cell.add(value * scaled)
             c.wait_for_group()
         row = c.let((span * own.tokens + token) * own.heads + head)
-        _emit_partial(own, partials, _Found(sums, total, top), slices, thread, row)
+        _emit_partial(own, partials, (sums, total, top), slices, thread, row)
 
 
 def _find_first(position: c.Expr, window: c.Expr, *, is_chunked: bool) -> c.Expr:
@@ -228,19 +228,17 @@ def _emit_score(keys: Kept, vector: c.Expr, inside: c.Expr, query: c.Buffer, cap
     return score
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Sums of weighted values of a span, the total of weights and the largest score."""
-
-    sums: list[list[c.Cell]]
-    total: c.Cell
-    top: c.Cell
-
-
 def _emit_partial(
-    own: Arguments, spans: list[c.Buffer], found: _Found, slices: int, thread: c.Expr, row: c.Expr
+    own: Arguments,
+    spans: list[c.Buffer],
+    found: tuple[list[list[c.Cell]], c.Cell, c.Cell],
+    slices: int,
+    thread: c.Expr,
+    row: c.Expr,
 ) -> None:
-    each, size, sums = _EACH[own.step.format], own.value_width, found.sums
+    """Write what is ``found`` of a span: sums of weighted values, the total of weights, and the
+    largest score."""
+    each, size, (sums, total, top) = _EACH[own.step.format], own.value_width, found
     words = -(-size // each)
     partials, tops = spans
     # The last place of a slice is its sum of weights.
@@ -254,7 +252,7 @@ def _emit_partial(
             for index, cell in enumerate(cells):
                 c.store(shared, base + (column + number * _KEYS) * each + index, cell.get())
         with c.when(column == 0):
-            c.store(shared, base + pitch, found.total.get())
+            c.store(shared, base + pitch, total.get())
     c.wait_for_group()
 
     def add_up(element: c.Expr) -> c.Expr:
@@ -266,7 +264,7 @@ def _emit_partial(
     with c.walk(size, thread, _KEYS) as element:
         c.store(partials, row * size + element, add_up(element))
     with c.when(thread == 0):
-        c.store(tops, row * 2, found.top.get())
+        c.store(tops, row * 2, top.get())
         c.store(tops, row * 2 + 1, add_up(T.int32(pitch)))
 
 

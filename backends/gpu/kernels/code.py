@@ -26,6 +26,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
+from pi2.backends.compiler import vectors as v
 from pi2.backends.gpu.kernels.specification import ONCE, Axis, NumberType
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, Precision
@@ -35,18 +36,12 @@ Buffer = Any
 Read = Callable[[Expr], Expr]
 
 
-class Cell:
+class Cell(v.Cell):
     """A variable of a thread."""
 
     def __init__(self, start: Expr) -> None:
         self._cell = T.alloc_buffer((1,), start.ty.dtype, scope="local")
         self.set(start)
-
-    def get(self) -> Expr:
-        return self._cell[0]
-
-    def set(self, value: Expr) -> None:
-        T.buffer_store(self._cell, value, [0])
 
     def add(self, value: Expr) -> None:
         self.set(self.get() + value)

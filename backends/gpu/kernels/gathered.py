@@ -167,20 +167,34 @@ def _multiply(
     ffn: FfnKernels,
     weights: Weights,
     inputs: c.Buffer,
-    first: c.Expr,
+    begin: c.Expr,
     slot: c.Expr,
     place: c.Place,
     parts: int,
     busy: c.Expr,
 ) -> list[c.Cell]:
     """Return a thread's sums of the first ``parts`` vectors of a slot, times ``inputs`` from
-    ``first`` on; nothing is read where ``busy`` is 0."""
-    words = ffn.hidden // GROUP * count_words(ffn.precision)
+    ``begin`` on; nothing is read where ``busy`` is 0."""
+    words, groups = count_words(ffn.precision), ffn.hidden // GROUP
+    # Of every word the first element differs alone.
+    elements = place_elements(ffn.precision, 0)
+    step_of_word = place_elements(ffn.precision, 1)[0] - elements[0]
     sums = c.make_zeros(parts)
-    with T.serial(busy * -(-words // ROWS)) as step:
+    with T.serial(busy * -(-groups * words // ROWS)) as step:
         word = c.let(step * ROWS + place.thread[0])
-        with c.when(word < words):
-            _add_word(ffn, weights, inputs, first, slot, word, sums)
+        with c.when(word < groups * words):
+            group, in_group = c.let(T.floordiv(word, words)), c.let(T.floormod(word, words))
+            first = c.let(begin + group * GROUP + in_group * step_of_word)
+            read = [c.let(inputs[first + element]) for element in elements]
+            for part, cell in enumerate(sums):
+                row = c.let(slot * ffn.parts + part)
+                (packed,) = weights.load(row * (groups * words) + word)
+                scale = weights.load_scale(row * groups + group)
+                total = c.Cell(c.number(0.0))
+                numbers = unpack_word(ffn.precision, packed)
+                for value, number in zip(read, numbers, strict=True):
+                    total.add(value * number)
+                cell.add(total.get() * scale)
     return sums
 
 
@@ -202,34 +216,6 @@ def _finish(
                 total.add(shared[(turn * parts + part) * ROWS + piece])
             products.append(total.get())
         finish(products)
-
-
-def _add_word(
-    ffn: FfnKernels,
-    weights: Weights,
-    inputs: c.Buffer,
-    begin: c.Expr,
-    slot: c.Expr,
-    word: c.Expr,
-    sums: list[c.Cell],
-) -> None:
-    words = count_words(ffn.precision)
-    groups = ffn.hidden // GROUP
-    group = c.let(T.floordiv(word, words))
-    in_group = c.let(T.floormod(word, words))
-    # Of every word the first element differs alone.
-    elements = place_elements(ffn.precision, 0)
-    step = place_elements(ffn.precision, 1)[0] - elements[0]
-    first = c.let(begin + group * GROUP + in_group * step)
-    read = [c.let(inputs[first + element]) for element in elements]
-    for part, cell in enumerate(sums):
-        row = c.let(slot * ffn.parts + part)
-        (packed,) = weights.load(row * (groups * words) + word)
-        scale = weights.load_scale(row * groups + group)
-        total = c.Cell(c.number(0.0))
-        for value, number in zip(read, unpack_word(ffn.precision, packed), strict=True):
-            total.add(value * number)
-        cell.add(total.get() * scale)
 
 
 def make_gathered_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
