@@ -64,7 +64,7 @@ def compile_text(text: str, triple: str, output: Path) -> Path:
 
 
 Report = Callable[[str, float], None]
-"""Takes what has been done, and the share of the work that it was."""
+"""Takes the name of a finished part, and the finished share of the work."""
 
 
 class Processor(Protocol):

@@ -57,7 +57,7 @@ class OpenDevice:
     """The device of a unit, with its memory and its kernels."""
 
     def __init__(self, unit: Unit, counted: Memory) -> None:
-        """Open it; P360 without one, P361 where there is no room for what was ``counted``."""
+        """Open it; P360 without one, P361 without room for the ``counted`` arrays."""
         self._is_open = True
         self.launcher = open_unit(unit)
         self.memory, self.kernels = Memory(self.launcher), Kernels(self.launcher)
@@ -66,7 +66,7 @@ class OpenDevice:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Give the device back if what is done with it fails."""
+        """Give the device back if its use fails."""
         try:
             yield
         except BaseException:

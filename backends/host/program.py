@@ -165,7 +165,7 @@ class _Sieve:
                 self._last_sure.set(index)
             with T.Else():
                 is_beside = v.Cell(T.int32(0))
-                with T.If(mark >= self._own.beside), T.Then():
+                with T.If(mark >= self._own.near), T.Then():
                     with T.If(self._last_sure.get() == index - 1):
                         with T.Then():
                             is_beside.set(T.int32(1))

@@ -80,7 +80,7 @@ LOOPS: Mapping[str, tuple[str, str]] = {
     "unite_named": ("number neurons ends flat named united", "found"),
     "find_neurons": (
         "count room first_hot end_hot hot_slot size first_key first_cold clock listed_at weight "
-        f"growth sieves least beside zero allowance marks row indices {_TABLES} lists",
+        f"growth sieves least near zero allowance marks row indices {_TABLES} lists",
         "found masses",
     ),
     "place_neurons": (
@@ -104,7 +104,7 @@ def _list_types(**names: str) -> dict[str, str]:
 NUMBERS: Mapping[str, str] = _list_types(
     int64="base stride address scratch pending head first_name vectors_address clock listed_at",
     float64="weight growth allowance",
-    float32="least beside zero",
+    float32="least near zero",
 )
 """Types of numbers among them that are no int32."""
 ARRAYS: Mapping[str, str] = _list_types(

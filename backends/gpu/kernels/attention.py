@@ -236,8 +236,7 @@ def _emit_partial(
     thread: c.Expr,
     row: c.Expr,
 ) -> None:
-    """Write what is ``found`` of a span: sums of weighted values, the total of weights, and the
-    largest score."""
+    """Write sums of weighted values of a span, the total of weights, and the largest score."""
     each, size, (sums, total, top) = _EACH[own.step.format], own.value_width, found
     words = -(-size // each)
     partials, tops = spans
