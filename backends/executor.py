@@ -49,7 +49,7 @@ from pi2.backends.blocks.operands import Area
 from pi2.backends.blocks.outside import Exchange, Stations
 from pi2.backends.blocks.routed import view_floats
 from pi2.backends.cpu.arrays import keep_areas
-from pi2.backends.cpu.request import count_tokens, describe_extent, describe_program
+from pi2.backends.cpu.request import count_tokens, describe_extent
 from pi2.backends.cpu.weights import StoreWeights, describe_stored
 from pi2.backends.protocol import BuildRequest
 
@@ -139,7 +139,7 @@ class Executor(ABC):
             find or StoreWeights(model, request.tensors),
             describe_extent(request, planes),
             allocate=request.allocate,
-            interpret=interpret or partial(CompiledInterpreter, describe_program(request)),
+            interpret=interpret or partial(CompiledInterpreter, request),
         )
         assert program.exchange is not None
         self.exchange: Exchange = program.exchange

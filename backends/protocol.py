@@ -31,7 +31,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuildRequest:
+class ProgramRequest:
+    """Processor and threads of a program."""
+
+    architecture: str
+    """``x86-64`` or ``aarch64``."""
+    features: frozenset[str]
+    """CPU features that kernels may use."""
+    threads: int
+    """Compute threads; the caller's is one of them."""
+    cores: tuple[int, ...] = ()
+    """Cores to bind compute threads to, one each; empty lets the system move them."""
+    progress: Progress = ignore_progress
+    """Called with a label and the share done while something takes its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildRequest(ProgramRequest):
     """Everything that a backend needs to run a model."""
 
     model: Model
@@ -83,18 +99,8 @@ class BuildRequest:
     expert_neurons: Sequence[I32] | None = None
     """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each: of the rows of predictors and gates; needed to name neurons only."""
-    threads: int
-    """Compute threads."""
-    features: frozenset[str]
-    """CPU features that kernels may use."""
-    architecture: str
-    """``x86-64`` or ``aarch64``."""
-    cores: tuple[int, ...] = ()
-    """Cores to bind compute threads to, one each; empty lets the system move them."""
     allocate: Callable[[str, int], U8]
     """``allocate(segment, size)`` gives zeroed bytes, 64-byte aligned, counted in the segment."""
-    progress: Progress = ignore_progress
-    """Called with a label and the share done while something takes its time."""
     has_little_memory: bool = False
     """Whether libraries are compiled one after another, which takes less of it."""
 
@@ -140,19 +146,6 @@ class ExecutorBackend(Backend, Protocol):
 
     def build(self, request: BuildRequest) -> Executor:
         """Compile or load kernels and make the executor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramRequest:
-    """Processor and threads of a program."""
-
-    architecture: str
-    features: frozenset[str]
-    threads: int
-    """The caller's is one of them."""
-    cores: tuple[int, ...] = ()
-    """Cores to bind threads to, one each."""
-    progress: Progress = ignore_progress
 
 
 class ProgramBackend(Backend, Protocol):

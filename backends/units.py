@@ -47,10 +47,12 @@ Order of calls::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pi2.arrays import F32, U8
+from pi2.diagnostics import UserError
 from pi2.plan.arithmetic.units import UnitShare
 from pi2.plan.weights.bundles import join_scales
 from pi2.progress import Progress, ignore_progress
@@ -77,11 +79,19 @@ class UnitFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitRequest:
-    """Everything that a unit needs to compute its share of a model's layers."""
-
+class _Request:
     name: str
     """The unit's name in the device and the plan."""
+    count: Callable[[int], None]
+    """Counts bytes that the host does not see as an array, such as a GPU's."""
+    progress: Progress = ignore_progress
+    """Called with a label and the share done while something takes its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRequest(_Request):
+    """Everything that a unit needs to compute its share of a model's layers."""
+
     share: UnitShare
     scales: Sequence[U8] | None = None
     """Per layer, the scales of its neurons [neurons, ``scales_stride``] in stored order, if bundles
@@ -92,10 +102,6 @@ class UnitRequest:
     """``allocate(size)`` gives zeroed bytes of main memory, page-aligned, counted as the unit's."""
     adopt: Callable[[U8], U8]
     """Counts memory that the unit has brought itself, and returns it."""
-    count: Callable[[int], None]
-    """Counts bytes that the host does not see as an array, such as a GPU's."""
-    progress: Progress = ignore_progress
-    """Called with a label and the share done while something takes its time."""
 
     def join_scales(self, layer: int, bundles: U8, first: int) -> U8:
         """Return ``bundles``, the neurons of a layer from ``first`` on, with their scales in
@@ -196,17 +202,46 @@ class DenseUnit(Protocol):
         may be called twice."""
 
 
+Job = TypeVar("Job")
+
+
+class NumberedUnit(DenseUnit, Generic[Job]):
+    """A dense unit whose jobs have numbers, in the order in which they begin."""
+
+    def __init__(self, request: UnitRequest) -> None:
+        self._request, self._share = request, request.share
+        self._jobs: dict[int, Job] = {}
+        self._next = 0
+
+    def _begin(self, job: Job) -> int:
+        """Return the job's number."""
+        assert len(self._jobs) < self._share.jobs, "more jobs than were asked for"
+        number, self._next = self._next, self._next + 1
+        self._jobs[number] = job
+        return number
+
+    def give_up(self) -> None:
+        """Forget all jobs."""
+        self._jobs.clear()
+
+
+@contextmanager
+def explain_failure() -> Iterator[None]:
+    """Turn a diagnostic, and a lack of memory, into a failure of the unit."""
+    try:
+        yield
+    except UserError as error:
+        found = error.diagnostics[0]
+        raise UnitFailed(found.message, help=found.help) from error
+    except MemoryError as error:
+        raise UnitFailed("there is no main memory left for it") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeRequest:
+class WholeRequest(_Request):
     """Everything that a unit needs to have a model as a whole; bundles have their scales."""
 
-    name: str
-    """The unit's name in the device and the plan."""
     resolved: ResolvedPlan
-    count: Callable[[int], None]
-    """Counts bytes that the host does not see as an array, such as a GPU's."""
-    progress: Progress = ignore_progress
-    """Called with a label and the share done while something takes its time."""
     expert_neurons: Sequence[I32] | None = None
     """Per layer of an MoE model, the stored indices [neurons] of its neurons, expert by expert,
     ascending within each; needed to name neurons only."""

@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tvm
+
+from pi2.backends.compiler.compile import generate_plain
 from pi2.backends.hexagon.arrays import VALUE_BYTES, choose_neurons, lay_out_neurons
-from pi2.backends.hexagon.kernels.code import generate
 from pi2.backends.hexagon.kernels.program import Program
 from pi2.backends.hexagon.specification import (
     LANES,
@@ -81,7 +83,7 @@ def count_kernels(spec: HexagonSpec) -> dict[str, Loop | None]:
     found = {}
     for function in program.list_functions():
         if function.name.startswith("multiply_"):
-            module = generate(function.make(), program.target)
+            module = generate_plain(tvm.IRModule({function.name: function.make()}), program.target)
             found[function.name] = find_loop(str(module.inspect_source("asm")), function.name)
     return found
 

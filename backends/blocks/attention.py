@@ -90,6 +90,20 @@ class Heads:
         seen = T.Select(self.table.is_chunked != zero, chunk, sliding)
         return v.let(T.Select(window > zero, seen, zero))
 
+    def begin(
+        self, head: v.Expr, least: float, part: v.Expr | None = None
+    ) -> tuple[v.Cell, v.Cell]:
+        """Return the largest score of a head before any key, and the sum of weights: a sink is a
+        score of the first part."""
+        top, total = v.Cell(T.float32(least)), v.Cell(T.float32(0.0))
+        has_sink = self.table.has_sinks != T.int64(0)
+        if part is not None:
+            has_sink = T.bitwise_and(has_sink, part == T.int64(0))
+        with T.If(has_sink), T.Then():
+            top.set(self.table.sinks[head])
+            total.set(T.float32(1.0))
+        return top, total
+
     def clear(self, mixed: v.Buffer, place: v.Expr) -> None:
 
         def emit(element: v.Expr, lanes: int) -> None:
@@ -175,13 +189,7 @@ class _Parts(Heads):
             self.put(self._token, v.let(head + number), self.table.partials, mixed, total)
 
     def _begin(self, head: v.Expr, part: v.Expr) -> None:
-        mixed, top, total = self.find_partial(head, part), T.float32(_LEAST), T.float32(0.0)
-        # A sink is a score of the first part.
-        is_first = T.bitwise_and(self.table.has_sinks != T.int64(0), part == T.int64(0))
-        cells = v.Cell(top), v.Cell(total)
-        with T.If(is_first), T.Then():
-            cells[0].set(self.table.sinks[head])
-            cells[1].set(T.float32(1.0))
+        mixed, cells = self.find_partial(head, part), self.begin(head, _LEAST, part)
         self.clear(self.table.partials, mixed)
         for place, cell in enumerate(cells):
             T.buffer_store(self.table.partials, cell.get(), [mixed + self._width + place])

@@ -188,9 +188,10 @@ TYPES: Mapping[str, Mapping[str, str]] = {
 }
 """Elements of arrays at addresses, and ``float`` of numbers that are a float32."""
 _ABSENT = {kernel: dict.fromkeys(names, 0) for kernel, names in FIELDS.items()}
-_OPTIONAL = {
+OPTIONAL: Mapping[str, list[str]] = {
     kernel: [name for name in names if f"has_{name}" in names] for kernel, names in FIELDS.items()
 }
+"""Arrays of each kernel that need not be given."""
 
 
 def complete_arguments(kernel: str, values: Mapping[str, int]) -> dict[str, int]:
@@ -198,7 +199,7 @@ def complete_arguments(kernel: str, values: Mapping[str, int]) -> dict[str, int]
     is given."""
     unknown = values.keys() - _ABSENT[kernel].keys()
     assert not unknown, unknown
-    flags = {f"has_{name}": 1 for name in _OPTIONAL[kernel] if values.get(name)}
+    flags = {f"has_{name}": 1 for name in OPTIONAL[kernel] if values.get(name)}
     return {**_ABSENT[kernel], **flags, **values}
 
 

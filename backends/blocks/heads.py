@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pi2.backends.blocks.contract import NORM_PLACES, Heads, cuts_normed, describe_heads
+from pi2.backends.blocks.contract import NORM_PLACES, OPTIONAL, Heads, cuts_normed, describe_heads
 from pi2.backends.blocks.instructions import Instruction, Way, put_float
 from pi2.backends.blocks.operands import Area, Norm
 from pi2.backends.blocks.products import Products
@@ -251,7 +251,8 @@ class HeadInstructions(Products):
         """Mix the values that queries see in the KV cache."""
         attention, heads = shape.options, describe_heads(shape)
         source = layer if shape.key_layer is None else shape.key_layer
-        sinks = self.read_vector("sinks", layer) if shape.options.sinks else 0
+        # Options are called as the arrays that they ask for.
+        named = [name for name in OPTIONAL["attend"] if getattr(attention, name, False)]
         group, lanes = heads.group, self._interpreter.lanes
         size = count_attention_bytes(heads.key, heads.value)
         self._scratch_size = max(self._scratch_size, size)
@@ -271,7 +272,7 @@ class HeadInstructions(Products):
             **(self.put_seen(shape) if shape.block else self.put_lists(shape.index)),
             "scale": put_float(attention.scale or 1 / math.sqrt(width)),
             "cap": put_float(attention.softcap or 0.0),
-            "sinks": sinks,
+            **{name: self.read_vector(name, layer) for name in named},
             "slopes": self._read_slopes(shape),
             **y.put("y"),
             "tile": count_tile_tokens(group),

@@ -105,10 +105,7 @@ class _Tile(Heads):
         lanes, scale = self._lanes, v.let(v.splat(self.table.scale, self._lanes))
         with T.serial(count) as query:
             token, head = self._find(query)
-            top, total = v.Cell(T.float32(_LEAST)), v.Cell(T.float32(0.0))
-            with T.If(self.table.has_sinks != T.int64(0)), T.Then():
-                top.set(self.table.sinks[head])
-                total.set(T.float32(1.0))
+            top, total = self.begin(head, _LEAST)
             with T.If(self._has_slopes), T.Then():
                 T.buffer_store(self._scratch, self.table.slopes[head], [self._leans + query])
             now = v.let(self._position + token)

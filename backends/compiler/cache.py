@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 import pi2
-from pi2.backends.compiler.signature import LIBRARIES, Compiler, find_signatures
+from pi2.backends.compiler.signature import LIBRARY, NO_TOOL, find_signatures
 from pi2.caches import VARIABLE, find_cache_folder, find_problem
 from pi2.diagnostics import UserError
 from pi2.logging import get_logger
@@ -39,7 +39,7 @@ _SHARED = (
 """Modules of pi2 that say how long rows are in kernels, and how blocks of GGUF files are read."""
 READY = Path(pi2.__file__).parent / "backends" / "ready"
 """Libraries that were compiled when pi2 was packed, if any."""
-_NO_TOOL = 3
+_COMPILER = "pi2.backends.compiler.library_compiler"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_BYTES = 8 << 20
 """Room that compiling needs, or less."""
@@ -102,29 +102,26 @@ def _find_sources(spec: Spec) -> Path:
     return Path(found.origin).parent
 
 
-def load_or_compile(spec: Spec, progress: Progress, compiler: Compiler = LIBRARIES) -> Path:
-    """Return the compiled kernels of ``spec``, made now unless intact ones are cached."""
-    return _load_or_compile([spec], progress, compiler, None)[0]
+def load_or_compile(spec: Spec, progress: Progress, suffix: str = LIBRARY) -> Path:
+    """Return the file of ``spec`` with a suffix, made now unless an intact one is cached."""
+    return load_or_compile_several([spec], progress, suffix)[0]
 
 
-def load_or_compile_several(specs: Sequence[Spec], progress: Progress) -> list[Path]:
-    """Return the libraries of specs of one program, the slowest to make first."""
-    return _load_or_compile(specs, progress, LIBRARIES, None)
-
-
-def _load_or_compile(
-    specs: Sequence[Spec], progress: Progress, compiler: Compiler, triple: str | None
+def load_or_compile_several(
+    specs: Sequence[Spec], progress: Progress, suffix: str = LIBRARY, triple: str | None = None
 ) -> list[Path]:
-    ready = [None if triple else _find_ready(spec, compiler) for spec in specs]
+    """Return the files of specs of one program, the slowest to make first; ``triple``: for another
+    machine."""
+    ready = [None if triple else _find_ready(spec, suffix) for spec in specs]
     rest = [spec for spec, path in zip(specs, ready, strict=True) if path is None]
-    made = iter(_keep_or_compile(rest, progress, compiler, triple) if rest else ())
+    made = iter(_keep_or_compile(rest, progress, suffix, triple) if rest else ())
     return [path or next(made) for path in ready]
 
 
-def _find_ready(spec: Spec, compiler: Compiler) -> Path | None:
+def _find_ready(spec: Spec, suffix: str) -> Path | None:
     """The library that came with pi2, if one did (`tools/write_ready_kernels.py`)."""
     names = _list_ready()
-    return _find_intact(READY, names, compute_key(spec), compiler.suffix) if names else None
+    return _find_intact(READY, names, compute_key(spec), suffix) if names else None
 
 
 @cache
@@ -133,21 +130,21 @@ def _list_ready() -> list[str]:
 
 
 def _keep_or_compile(
-    specs: Sequence[Spec], progress: Progress, compiler: Compiler, triple: str | None
+    specs: Sequence[Spec], progress: Progress, suffix: str, triple: str | None
 ) -> list[Path]:
     # What is for another machine, or for a GPU, is never loaded from the folder.
-    runs_code = triple is None and compiler is LIBRARIES
+    runs_code = triple is None and suffix == LIBRARY
     kept = find_cache_folder("kernels")
     problem = _full.get(kept) or find_problem(kept, runs_code=runs_code)
     if problem is None:
         try:
-            return _find_or_make(kept, specs, progress, compiler, triple)
+            return _find_or_make(kept, specs, progress, suffix, triple)
         except _NoRoom as error:
             problem = _full[kept] = str(error)
     # A read-only home, say: compile for this process only, and once.
     own = _make_own_folder(kept, problem, runs_code=runs_code)
     try:
-        return _find_or_make(own, specs, progress, compiler, triple)
+        return _find_or_make(own, specs, progress, suffix, triple)
     except _NoRoom as error:
         raise _refuse_folders((kept, problem), (own, str(error))) from None
 
@@ -161,12 +158,12 @@ class _NoRoom(Exception):
 
 
 def _find_or_make(
-    folder: Path, specs: Sequence[Spec], progress: Progress, compiler: Compiler, triple: str | None
+    folder: Path, specs: Sequence[Spec], progress: Progress, suffix: str, triple: str | None
 ) -> list[Path]:
     """The kernels of ``folder``, made now unless they are there; raises `_NoRoom`."""
     keys = [compute_key(spec, triple) for spec in specs]
     names = sorted(os.listdir(folder))
-    found = {key: _find_intact(folder, names, key, compiler.suffix) for key in keys}
+    found = {key: _find_intact(folder, names, key, suffix) for key in keys}
     missing = {key: spec for key, spec in zip(keys, specs, strict=True) if found[key] is None}
     if not missing:
         get_logger().debug("kernels are cached", files=[str(path) for path in found.values()])
@@ -174,10 +171,10 @@ def _find_or_make(
     start = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as room:
-            made = {key: Path(room) / f"{key}{compiler.suffix}" for key in missing}
-            _compile(list(missing.values()), list(made.values()), progress, compiler, triple)
+            made = {key: Path(room) / f"{key}{suffix}" for key in missing}
+            _compile(list(missing.values()), list(made.values()), progress, triple)
             for key, temporary in made.items():
-                target = folder / f"{key}-{_hash_files(temporary)}{compiler.suffix}"
+                target = folder / f"{key}-{_hash_files(temporary)}{suffix}"
                 # The file itself comes last: where a library is, its signatures are.
                 if find_signatures(temporary).exists():
                     os.replace(find_signatures(temporary), find_signatures(target))
@@ -261,7 +258,7 @@ def _hash_files(path: Path) -> str:
 def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> None:
     """Write the library of ``spec`` for another machine, and its signatures next to it, to run
     without TVM; UserError P651 if compiling fails."""
-    made = _load_or_compile([spec], progress, LIBRARIES, triple)[0]
+    made = load_or_compile_several([spec], progress, triple=triple)[0]
     shutil.copyfile(made, output)
     if find_signatures(made).exists():
         # Libraries whose kernels take tables have none.
@@ -269,15 +266,15 @@ def compile_ahead(spec: Spec, output: Path, triple: str, progress: Progress) -> 
 
 
 def start_compiler(
-    module: str, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str]
+    arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str]
 ) -> subprocess.Popen[str]:
-    """Start ``python -m module arguments``, whose messages are lines of its ``stdout``.
+    """Start the compiler (`compile`), whose messages are lines of its ``stdout``.
 
     It takes no code of the working folder, which may have another version of pi2."""
     import subprocess
 
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+        [sys.executable, "-P", "-m", _COMPILER, *arguments],
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
@@ -286,11 +283,7 @@ def start_compiler(
 
 
 def _compile(
-    specs: Sequence[Spec],
-    outputs: Sequence[Path],
-    progress: Progress,
-    compiler: Compiler,
-    triple: str | None,
+    specs: Sequence[Spec], outputs: Sequence[Path], progress: Progress, triple: str | None
 ) -> None:
     progress(COMPILING, 0.0)
     paths = [str(Path(pi2.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -307,7 +300,7 @@ def _compile(
         arguments += [triple] if triple else []
         errors = Path(folder) / "errors.txt"
         with errors.open("w") as stream:
-            process = start_compiler(compiler.module, arguments, stream, environment)
+            process = start_compiler(arguments, stream, environment)
             missing: str | None = None
             shares: dict[str, float] = {}
             assert process.stdout is not None
@@ -324,7 +317,7 @@ def _compile(
                     raise
         if process.returncode == 0:
             return
-        if process.returncode == _NO_TOOL and missing is not None:
+        if process.returncode == NO_TOOL and missing is not None:
             raise UserError.of(
                 "P363",
                 f"the kernels for the GPU cannot be compiled: {missing}",

@@ -1,4 +1,4 @@
-"""Compiles specs: what `library_compiler` runs with MODULE SPEC.json OUT.so [SPEC.json OUT.so ...]
+"""Compiles specs: what `library_compiler` runs with MODULE SPEC.json OUT [SPEC.json OUT ...]
 [TRIPLE].
 
 MODULE has ``read_program``, which turns the JSON of a spec into its `Program`.  TRIPLE, such as
@@ -7,7 +7,8 @@ this one.
 
 Runs in a process of its own, because the compiler library is far too large for a process that
 promises a memory budget.  It forks one for each core to make several libraries.  Writes one JSON
-object per line to stdout: ``{"output", "share"}`` while it works."""
+object per line to stdout: ``{"output", "share"}`` while it works.  Exit status `NO_TOOL` and
+``{"missing": "..."}``: a compiler that the program needs is not installed."""
 
 import ctypes
 import importlib
@@ -25,7 +26,7 @@ import tvm
 from tvm import s_tir, tirx
 
 from pi2.backends.compiler.linking import LinkError, link_objects
-from pi2.backends.compiler.signature import Signature, find_signatures, write_signatures
+from pi2.backends.compiler.signature import NO_TOOL, Signature, find_signatures, write_signatures
 from pi2.backends.compiler.vectors import Parameters, make_bindable_function
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}
@@ -60,6 +61,10 @@ def compile_text(text: str, triple: str, output: Path) -> Path:
     source.write_text(text)
     tvm.runtime.load_module(str(source)).write_to_file(str(output), "o")
     return output
+
+
+Report = Callable[[str, float], None]
+"""Takes the name of a finished part, and the finished share of the work."""
 
 
 class Processor(Protocol):
@@ -112,10 +117,20 @@ class OwnProgram(Protocol):
     def target(self) -> tvm.target.Target:
         """The machine that they run on."""
 
-    def write_objects(
-        self, folder: Path, target: tvm.target.Target, report: Callable[[str, float], None]
-    ) -> list[Path]:
+    def write_objects(self, folder: Path, target: tvm.target.Target, report: Report) -> list[Path]:
         """Write object files for ``target``; ``report`` as for `compile_library`."""
+
+
+@runtime_checkable
+class FileProgram(Protocol):
+    """A program for another unit than the processor, which writes its file itself."""
+
+    def write_file(self, output: Path, report: Report) -> None:
+        """Compile; raises `MissingTool`.  ``report`` as for `compile_library`."""
+
+
+class MissingTool(Exception):
+    """A compiler is not installed; the text says which and how to get it."""
 
 
 def lower(module: tvm.IRModule, target: tvm.target.Target, *, packed: bool = True) -> tvm.IRModule:
@@ -150,10 +165,7 @@ def generate_plain(module: tvm.IRModule, target: tvm.target.Target) -> tvm.runti
 
 
 def compile_library(
-    program: Program | OwnProgram,
-    output: Path,
-    report: Callable[[str, float], None],
-    triple: str | None = None,
+    program: Program | OwnProgram, output: Path, report: Report, triple: str | None = None
 ) -> None:
     """Write a program's shared library and signatures to ``output``; ``triple``: for another
     machine, without TVM."""
@@ -203,8 +215,12 @@ def main(arguments: list[str]) -> int:
     make = partial(_make_library, module, triple=triple)
     workers = min(len(pairs), os.cpu_count() or 1)
     if workers == 1:
-        for pair in pairs:
-            make(*pair)
+        try:
+            for pair in pairs:
+                make(*pair)
+        except MissingTool as error:
+            _tell({"missing": str(error)})
+            return NO_TOOL
         return 0
     # Each takes the number of the next library, a byte, as soon as it has made one.
     source, sink = os.pipe()
@@ -248,5 +264,8 @@ def _make_library(module: Any, spec_path: str, output: str, *, triple: str | Non
     def report(label: str, share: float) -> None:
         _tell({"output": output, "share": share})
 
-    program: Program | OwnProgram = module.read_program(Path(spec_path).read_text())
-    compile_library(program, Path(output), report, triple)
+    program: Program | OwnProgram | FileProgram = module.read_program(Path(spec_path).read_text())
+    if isinstance(program, FileProgram):
+        program.write_file(Path(output), report)
+    else:
+        compile_library(program, Path(output), report, triple)

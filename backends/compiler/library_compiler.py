@@ -1,9 +1,11 @@
-"""Compiles a library in a process of its own that loads no more of TVM than processors need."""
+"""Compiles in a process of its own, which loads no more of TVM than a library needs."""
 
 import gc
 import os
 import sys
 from types import ModuleType
+
+from pi2.backends.compiler.signature import LIBRARY
 
 
 def leave_parts_out() -> None:
@@ -16,7 +18,9 @@ def leave_parts_out() -> None:
 
 
 if __name__ == "__main__":
-    leave_parts_out()
+    # Files of other units need the rest.
+    if sys.argv[3].endswith(LIBRARY):
+        leave_parts_out()
     # Imported modules stay: looking for garbage in them takes a quarter of the imports' time.
     gc.disable()
     from pi2.backends.compiler.compile import main

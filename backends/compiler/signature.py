@@ -1,4 +1,4 @@
-"""Programs that compile, and the parameters of functions that they write next to a library."""
+"""What compiling writes: a library, and next to it the parameters of its functions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+LIBRARY = ".so"
+"""Suffix of libraries for processors; programs of other units have files with their own."""
+NO_TOOL = 3
+"""Exit status of a compiler that lacks another one, such as CUDA's."""
 Kind = Literal["bound", "given", "number"]
 """Arrays that stay the same from call to call, arrays that are given with each, and scalars."""
 
@@ -60,16 +64,3 @@ def read_signatures(text: str) -> dict[str, Signature]:
         name: arrange([Parameter(own, kind, dtype, tuple(shape)) for own, kind, dtype, shape in p])
         for name, p in json.loads(text).items()
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Compiler:
-    """A program that writes compiled kernels: ``python -m MODULE PROGRAM SPEC.json OUTPUT``."""
-
-    module: str
-    suffix: str
-    """Suffix of the file that it writes."""
-
-
-LIBRARIES = Compiler("pi2.backends.compiler.library_compiler", ".so")
-"""Shared libraries for the processor."""

@@ -10,7 +10,7 @@ from pi2.backends.blocks.contract import PLANES, BlockSpec, describe_libraries, 
 from pi2.backends.blocks.instructions import Planes
 from pi2.backends.blocks.operands import Extent
 from pi2.backends.kernels.spec import DENSE_FLOATS, KernelSpec, describe_kernels
-from pi2.backends.protocol import BuildRequest, ProgramRequest
+from pi2.backends.protocol import BuildRequest
 from pi2.model.tensor import name_layer_tensor, takes_blocks
 from pi2.model.tensors import list_tensors
 from pi2.plan.documents.plan import ActivationType
@@ -27,16 +27,6 @@ ACTIVATION_BYTES: Mapping[ActivationType, int] = {"int8": 1, "int16": 2, "fp32":
 
 def count_tokens(request: BuildRequest) -> int:
     return max(request.chunk, request.step_tokens)
-
-
-def describe_program(request: BuildRequest) -> ProgramRequest:
-    return ProgramRequest(
-        architecture=request.architecture,
-        features=request.features,
-        threads=request.threads,
-        cores=request.cores,
-        progress=request.progress,
-    )
 
 
 def describe_extent(request: BuildRequest, planes: Planes | None = None) -> Extent:

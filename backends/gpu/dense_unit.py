@@ -2,30 +2,25 @@
 they were asked for, while the caller goes on."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pi2.arrays import F32, U8
-from pi2.backends.gpu.arrays import (
-    PIECE_ROWS,
-    TILE,
-    Memory,
-    Place,
-    Room,
-    UnitArrays,
-    count_tile_bytes,
+from pi2.backends.gpu.arrays import PIECE_ROWS, Memory, Place, Room, UnitArrays
+from pi2.backends.gpu.kernels.specification import (
+    FfnKernels,
+    GpuSpec,
+    Number,
+    ProductKernels,
+    Target,
 )
-from pi2.backends.gpu.devices import check_memory, open_unit
-from pi2.backends.gpu.kernels.specification import FfnKernels, GpuSpec, Number, ProductKernels
-from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launcher
-from pi2.backends.gpu.launches import Kernels, choose_kernel_tokens, choose_parts, number_product
-from pi2.backends.gpu.packing import WholeTiles, pack_matrix, pack_neurons
-from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
-from pi2.diagnostics import UserError
-from pi2.plan.weights.layout import Tensor
+from pi2.backends.gpu.launchers.interface import DeviceArray, Event
+from pi2.backends.gpu.launches import OpenDevice, choose_kernel_tokens, choose_parts, number_product
+from pi2.backends.gpu.packing import Uploads, pack_neurons
+from pi2.backends.units import NumberedUnit, UnitRequest, explain_failure
+from pi2.progress import Progress
 
 
 @dataclass(slots=True)
@@ -47,14 +42,13 @@ class _Job:
     events: list[Event] = field(default_factory=list)
 
 
-class GpuUnit(DenseUnit):
+class GpuUnit(NumberedUnit[_Job]):
     """A unit that computes on a GPU, through the first of its APIs that has a device."""
 
     def __init__(self, request: UnitRequest) -> None:
         """Open the device and make room; `UnitFailed` where that cannot be."""
-        self._request, self._share = request, request.share
-        share = request.share
-        counted = Memory()
+        super().__init__(request)
+        share, counted = request.share, Memory()
         UnitArrays(counted, share)
         request.count(counted.bytes)
         self._ffn = FfnKernels.of(share.layout, share.model)
@@ -62,79 +56,39 @@ class GpuUnit(DenseUnit):
             name: ProductKernels(length=length, precision=precision)
             for name, (_, length, precision) in share.matrices.items()
         }
-        self._jobs: dict[int, _Job] = {}
-        self._next = self._next_staging = 0
-        self._tiles = WholeTiles()
-        self._uploaded: Event | None = None
+        self._next_staging = 0
         self._end_s = 0.0
-        self._launcher: Launcher | None = None
-        with _explain():
-            launcher = open_unit(share.unit)
-            self._memory, self._kernels = Memory(launcher), Kernels(launcher)
-            try:
-                check_memory(launcher, counted.sizes)
-                self._load_kernels(launcher, request)
-                self._arrays = UnitArrays(self._memory, share)
+        with explain_failure():
+            self._device = device = OpenDevice(share.unit, counted)
+            launcher, self._kernels = device.launcher, device.kernels
+            with device.guard():
+                self._load_kernels(launcher.facts.target, request.progress)
+                self._arrays = arrays = UnitArrays(device.memory, share)
                 self._queue, self._copies = launcher.open_queue(), launcher.open_queue()
+                self._uploads = Uploads(self._queue, share.layout)
                 for name, tensor in request.tensors.items():
-                    self._load_matrix(name, tensor)
-            except BaseException:
-                self._memory.release()
-                launcher.close()
-                raise
-        self._launcher = launcher
+                    for first in range(0, tensor.rows, PIECE_ROWS):
+                        piece = tensor.take_rows(first, min(first + PIECE_ROWS, tensor.rows))
+                        self._uploads.put(arrays.matrices[name], first, piece)
 
-    def _load_kernels(self, launcher: Launcher, request: UnitRequest) -> None:
-        target, products = launcher.facts.target, tuple(dict.fromkeys(self._products.values()))
-        self._kernels.load(GpuSpec(target=target, ffn=self._ffn), request.progress)
+    def _load_kernels(self, target: Target, progress: Progress) -> None:
+        products = tuple(dict.fromkeys(self._products.values()))
+        self._kernels.load(GpuSpec(target=target, ffn=self._ffn), progress)
         if products:
-            self._kernels.load(GpuSpec(target=target, products=products), request.progress)
-
-    def _enter(self) -> Launcher:
-        assert self._launcher is not None, "it is closed"
-        self._launcher.enter()
-        return self._launcher
-
-    def _load_matrix(self, name: str, tensor: Tensor) -> None:
-        for first in range(0, tensor.rows, PIECE_ROWS):
-            piece = tensor.take_rows(first, min(first + PIECE_ROWS, tensor.rows))
-            weights = np.asarray(piece.weights).view(np.uint8).reshape(piece.rows, -1)
-            assert piece.precision is not None, name
-            packed = pack_matrix(weights, piece.scales, piece.length, piece.precision)
-            tiles = -(-piece.rows // TILE)
-            sizes = {key: values.nbytes // tiles for key, values in packed.items()}
-            self._send(self._arrays.matrices[name], packed, first, sizes)
-
-    def _send(
-        self,
-        arrays: Mapping[str, DeviceArray],
-        packed: Mapping[str, np.ndarray],
-        first: int,
-        sizes: Mapping[str, int],
-    ) -> None:
-        """Send rows from ``first`` on, a multiple of 32, whose tiles have ``sizes``: the next piece
-        is rearranged while this one is on its way, and no more than that."""
-        if self._uploaded is not None:
-            self._uploaded.wait()
-        for name, array in packed.items():
-            self._queue.upload(arrays[name], array, first // TILE * sizes[name])
-        self._uploaded = self._queue.submit()
+            self._kernels.load(GpuSpec(target=target, products=products), progress)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Send the bundles to the device, in whole tiles: the rest waits for the next ones."""
-        whole = self._request.join_scales(layer, bundles, first)
-        room, layout = self._arrays.layers[layer], self._share.layout
-        first, whole = self._tiles.take(layer, first, whole, room.neurons)
-        if len(whole):
-            with _explain():
-                packed = pack_neurons(whole, layout)
-                self._send(room.arrays, packed, first, count_tile_bytes(layout))
+        room = self._arrays.layers[layer]
+        with explain_failure():
+            whole = self._request.join_scales(layer, bundles, first)
+            self._uploads.keep(room.arrays, layer, first, whole, room.neurons)
 
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        with _explain():
-            number, job = self._begin(inputs, self._ffn.hidden)
+        with explain_failure():
+            number, job = self._place(inputs, self._ffn.hidden)
             assert (routes is not None) == bool(self._ffn.experts)
             if routes is not None:
                 self._upload(job.place, "routes", routes)
@@ -148,8 +102,8 @@ class GpuUnit(DenseUnit):
 
     def multiply(self, name: str, inputs: F32) -> int:
         rows = self._share.matrices[name][0]
-        with _explain():
-            number, job = self._begin(inputs, rows)
+        with explain_failure():
+            number, job = self._place(inputs, rows)
             kernel = f"{self._products[name].name}_{choose_kernel_tokens(job.tokens)}"
             matrix = self._arrays.matrices[name] | {"outputs": job.place.arrays["sums"]}
             numbers = number_product(rows, self._products[name].length)
@@ -158,15 +112,14 @@ class GpuUnit(DenseUnit):
             self._fetch(job)
         return number
 
-    def _begin(self, inputs: F32, width: int) -> tuple[int, _Job]:
+    def _place(self, inputs: F32, width: int) -> tuple[int, _Job]:
         """Return a new job, which has a place with ``inputs`` [T, n], and its number."""
-        self._enter()
-        taken = [id(job.place) for job in self._jobs.values()]
-        free = [place for place in self._arrays.places if id(place) not in taken]
-        assert free, "more jobs than were asked for"
+        self._device.enter()
         assert 0 < len(inputs) <= self._share.chunk, len(inputs)
-        number, self._next = self._next, self._next + 1
-        job = self._jobs[number] = _Job(time.perf_counter(), free[0], len(inputs), width)
+        taken = [id(job.place) for job in self._jobs.values()]
+        free = (place for place in self._arrays.places if id(place) not in taken)
+        job = _Job(time.perf_counter(), next(free), len(inputs), width)
+        number = self._begin(job)
         self._upload(job.place, "inputs", inputs)
         return number, job
 
@@ -188,7 +141,7 @@ class GpuUnit(DenseUnit):
     def _compute(self, job: _Job, room: Room, count: int) -> None:
         """Add the first ``count`` neurons of a room to a job's sum."""
         size, arrays = choose_kernel_tokens(job.tokens), room.arrays
-        facts, rows = self._enter().facts, self._arrays.partial_rows
+        facts, rows = self._device.launcher.facts, self._arrays.partial_rows
         parts = choose_parts(facts, self._ffn.hidden, count, job.tokens, size, rows)
         numbers = {"count": count, "tokens": job.tokens, "parts": parts, "adds": int(job.begun)}
         self._launch(f"values_{size}", job, arrays, numbers)
@@ -214,8 +167,8 @@ class GpuUnit(DenseUnit):
         """Copy ranges of neurons to the device, and let the job compute them."""
         known = self._jobs[job]
         for piece in self._request.cut(known.layer, bundles, first):
-            with _explain():
-                self._enter()
+            with explain_failure():
+                self._device.enter()
                 self._add(known, pack_neurons(piece, self._share.layout), len(piece))
         known.added += len(bundles)
 
@@ -237,8 +190,8 @@ class GpuUnit(DenseUnit):
     def finish(self, job: int) -> F32:
         """Return the job's sum, or its products."""
         found = self._jobs[job]
-        with _explain():
-            self._enter()
+        with explain_failure():
+            self._device.enter()
             if not found.begun:
                 # Its inputs may still be on their way from where the next job puts its own.
                 found.events.append(self._queue.submit())
@@ -267,33 +220,14 @@ class GpuUnit(DenseUnit):
 
     def give_up(self) -> None:
         """Forget all jobs, when the device has finished them."""
-        with _explain():
-            self._enter()
+        with explain_failure():
+            self._device.enter()
             # An interrupt may have kept an event out of the lists: queues keep their order.
             ends = [queue.submit() for queue in (self._copies, self._queue)]
             for event in (*(event for job in self._jobs.values() for event in job.events), *ends):
                 event.wait()
-        self._jobs.clear()
+        super().give_up()
 
     def close(self) -> None:
-        launcher = self._launcher
-        if launcher is None:
-            return
-        # A device that is lost has nothing to give back.
-        for end in (self.give_up, self._memory.release, launcher.close):
-            with suppress(UnitFailed, UserError):
-                end()
-        self._launcher = None
+        self._device.close(self.give_up)
         self._jobs.clear()
-
-
-@contextmanager
-def _explain() -> Iterator[None]:
-    """Turn what a launcher reports into a failure of the unit."""
-    try:
-        yield
-    except UserError as error:
-        found = error.diagnostics[0]
-        raise UnitFailed(found.message, help=found.help) from error
-    except MemoryError as error:
-        raise UnitFailed("there is no main memory left for it") from error

@@ -1,12 +1,13 @@
-"""Kernels on a device: loaded, bound to arrays, and chosen by what there is to compute."""
+"""A device and its kernels: loaded, bound to arrays, and chosen by what there is to compute."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from pi2.backends.compiler.cache import load_or_compile
-from pi2.backends.compiler.signature import Compiler
-from pi2.backends.gpu.arrays import TILE
+from pi2.backends.gpu.arrays import TILE, Memory
+from pi2.backends.gpu.devices import check_memory, open_unit
 from pi2.backends.gpu.kernels.specification import GpuSpec, KernelImage, Number
 from pi2.backends.gpu.launchers.interface import (
     DeviceArray,
@@ -15,14 +16,18 @@ from pi2.backends.gpu.launchers.interface import (
     Launcher,
     LoadedKernel,
 )
+from pi2.backends.units import UnitFailed
+from pi2.diagnostics import UserError
+from pi2.plan.documents.device import Unit
 from pi2.progress import Progress
 
-IMAGES = Compiler("pi2.backends.gpu.kernels.compile", ".json")
+IMAGE = ".json"
+"""Suffix of the file of an image."""
 
 
 def load_image(spec: GpuSpec, progress: Progress) -> KernelImage:
     """Compiled kernels of ``spec``; raises P363 without the API's compiler, P651."""
-    return KernelImage.from_json(load_or_compile(spec, progress, IMAGES).read_text())
+    return KernelImage.from_json(load_or_compile(spec, progress, IMAGE).read_text())
 
 
 class Kernels:
@@ -46,6 +51,43 @@ class Kernels:
         if key not in self._bound:
             self._bound[key] = self._launcher.bind(kernel, chosen)
         return self._bound[key]
+
+
+class OpenDevice:
+    """The device of a unit, with its memory and its kernels."""
+
+    def __init__(self, unit: Unit, counted: Memory) -> None:
+        """Open it; P360 without one, P361 without room for the ``counted`` arrays."""
+        self._is_open = True
+        self.launcher = open_unit(unit)
+        self.memory, self.kernels = Memory(self.launcher), Kernels(self.launcher)
+        with self.guard():
+            check_memory(self.launcher, counted.sizes)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Give the device back if its use fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def enter(self) -> None:
+        """Let the calling thread use it."""
+        assert self._is_open, "it is closed"
+        self.launcher.enter()
+
+    def close(self, finish: Callable[[], None] | None = None) -> None:
+        """Give it back, once the work has ended that ``finish`` waits for; may be called twice."""
+        if not self._is_open:
+            return
+        ends = self.launcher.enter, finish, self.memory.release, self.launcher.close
+        # A device that is lost has nothing to give back.
+        for end in filter(None, ends):
+            with suppress(UserError, UnitFailed):
+                end()
+        self._is_open = False
 
 
 def number_product(rows: int, length: int, blocks: int = 1) -> dict[str, Number]:

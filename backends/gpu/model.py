@@ -2,23 +2,20 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 import numpy as np
 
-from pi2.arrays import F32, I32, U8, Raw
+from pi2.arrays import F32, I32, U8
 from pi2.backends.executor import ExecutorObserver
-from pi2.backends.gpu.arrays import TILE, Memory, count_tile_bytes
-from pi2.backends.gpu.devices import check_memory, open_unit
+from pi2.backends.gpu.arrays import Memory
 from pi2.backends.gpu.instructions import Translator
 from pi2.backends.gpu.interpreter import GpuInterpreter, StepShape
-from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Launcher, Queue, Recording
-from pi2.backends.gpu.launches import Kernels
+from pi2.backends.gpu.launchers.interface import Queue, Recording
+from pi2.backends.gpu.launches import OpenDevice
 from pi2.backends.gpu.model_arrays import ModelArrays, ModelUse, Placed, describe_use
-from pi2.backends.gpu.packing import WholeTiles, pack_matrix, pack_neurons, pack_slots
+from pi2.backends.gpu.packing import Uploads
 from pi2.backends.units import WholeModel, WholeRequest
-from pi2.diagnostics import UserError
-from pi2.plan.weights.layout import Tensor, round_up
+from pi2.plan.weights.layout import Tensor
 
 _PIECE_BYTES = 1 << 20
 """Bytes of a program's array that are sent at a time."""
@@ -28,43 +25,32 @@ class ModelWeights:
     """Fills a model's arrays."""
 
     def __init__(self, queue: Queue, use: ModelUse, arrays: ModelArrays) -> None:
-        self._queue, self._use, self._arrays = queue, use, arrays
-        self._shapes = arrays.shapes
-        self._uploaded: Event | None = None
-        self._tiles = WholeTiles()
+        self._use, self._arrays = use, arrays
+        self._uploads = Uploads(queue, use.layout, in_slots=use.is_sparse)
         self._is_whole = False
         """Whether the program's arrays are there."""
 
     def put(self, tensor: Tensor, first: int) -> None:
         """See `pi2.backends.units.WholeModel`."""
-        shape = self._shapes.get(tensor.name)
+        shape = self._arrays.shapes.get(tensor.name)
         if shape is None:
             # Such as predictors that the plan does not use.
             return
-        assert first % TILE == 0, first
         arrays = self._arrays.tensors[tensor.name]
-        if shape.packing.is_float32:
-            row_bytes = tensor.weights.nbytes // tensor.rows
-            self._send(arrays["values"], tensor.weights, first * row_bytes)
-            self._arrays.put(tensor.name, first * row_bytes, tensor.weights)
+        if not shape.packing.is_float32:
+            self._uploads.put(arrays, first, tensor)
             return
-        weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
-        scales = None if tensor.scales is None else tensor.scales.reshape(tensor.rows, -1)
-        for name, values in pack_matrix(weights, scales, shape.length, shape.precision).items():
-            size = values.nbytes // -(-tensor.rows // TILE)
-            self._send(arrays[name], values, first // TILE * size)
+        skip = first * (tensor.weights.nbytes // tensor.rows)
+        self._uploads.send((arrays["values"], tensor.weights, skip))
+        self._arrays.put(tensor.name, skip, tensor.weights)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        first, whole = self._tiles.take(layer, first, bundles, self._use.model.layer_neurons)
-        if len(whole):
-            pack = pack_slots if self._use.is_sparse else pack_neurons
-            sizes = count_tile_bytes(self._use.layout)
-            for name, values in pack(whole, self._use.layout).items():
-                self._send(self._arrays.neurons[layer][name], values, first // TILE * sizes[name])
+        arrays, count = self._arrays.neurons[layer], self._use.model.layer_neurons
+        self._uploads.keep(arrays, layer, first, bundles, count)
 
     def put_order(self, layer: int, order: I32) -> None:
         """Tell the stored indices of an MoE model's neurons, expert by expert."""
-        self._send(self._arrays.state[f"order_{layer}"], np.ascontiguousarray(order, np.int32))
+        self._uploads.send((self._arrays.state[f"order_{layer}"], order.astype(np.int32), 0))
 
     def expect(self, end: int) -> None:
         """Prepare the tables of positions for a sequence of ``end`` tokens."""
@@ -77,18 +63,8 @@ class ModelWeights:
         """Send the host's content of an array of the program."""
         values = area.host.reshape(-1).view(np.uint8)
         for first in range(0, len(values), _PIECE_BYTES):
-            self._send(area.arrays["values"], values[first : first + _PIECE_BYTES], first)
-
-    def _send(self, array: DeviceArray, values: Raw | F32 | I32 | U8, offset: int = 0) -> None:
-        """Send a piece when the one before has arrived: no more than two are in main memory."""
-        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        # The caller's memory may change as soon as this returns.
-        sent = np.zeros(round_up(flat.nbytes, 4), np.uint8)
-        sent[: flat.nbytes] = flat
-        if self._uploaded is not None:
-            self._uploaded.wait()
-        self._queue.upload(array, sent, offset)
-        self._uploaded = self._queue.submit()
+            piece = values[first : first + _PIECE_BYTES]
+            self._uploads.send((area.arrays["values"], piece, first))
 
     def finish(self) -> None:
         """Send arrays that the program keeps, and zeros, and wait until all has arrived."""
@@ -98,9 +74,7 @@ class ModelWeights:
                 if not own.is_kept:
                     self._send_area(own)
             self._is_whole = True
-        if self._uploaded is not None:
-            self._uploaded.wait()
-            self._uploaded = None
+        self._uploads.wait()
 
 
 class GpuModel(WholeModel):
@@ -117,13 +91,10 @@ class GpuModel(WholeModel):
         self._begin_s: float | None = None
         self._named = self._possible = self._tokens = 0
         self._recordings: dict[StepShape, Recording] = {}
-        launcher = open_unit(resolved.device.units[request.name])
-        self._launcher: Launcher | None = launcher
-        self._memory = Memory(launcher)
-        try:
-            check_memory(launcher, counted.sizes)
-            kernels = Kernels(launcher)
-            self._arrays = arrays = ModelArrays(self._memory, use)
+        self._device = device = OpenDevice(resolved.device.units[request.name], counted)
+        launcher, kernels = device.launcher, device.kernels
+        with device.guard():
+            self._arrays = arrays = ModelArrays(device.memory, use)
             steps = Translator(use, arrays).translate()
             kernels.load(steps.describe(use, launcher.facts.target), request.progress)
             threshold = resolved.plan.decode.threshold
@@ -133,32 +104,22 @@ class GpuModel(WholeModel):
             for layer, order in enumerate(request.expert_neurons or ()):
                 self._weights.put_order(layer, order)
             self._weights.expect(0)
-        except BaseException:
-            self._launcher = None
-            self._memory.release()
-            launcher.close()
-            raise
         own = arrays.program.logits
         self._logits: F32 = arrays.host["logits"].view(np.float32).reshape(-1, own.stride)
         self._given = arrays.find_array(own.address)
         """The logits on the device."""
         self._inputs = arrays.inputs
 
-    def _enter(self) -> Launcher:
-        assert self._launcher is not None, "it is closed"
-        self._launcher.enter()
-        return self._launcher
-
     def put(self, tensor: Tensor, first: int) -> None:
-        self._enter()
+        self._device.enter()
         self._weights.put(tensor, first)
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
-        self._enter()
+        self._device.enter()
         self._weights.keep(layer, first, bundles)
 
     def expect(self, end: int) -> None:
-        self._enter()
+        self._device.enter()
         self._weights.expect(end)
 
     def prefill(
@@ -206,7 +167,7 @@ class GpuModel(WholeModel):
         return self._recordings[shape]
 
     def _begin(self) -> None:
-        self._enter()
+        self._device.enter()
         self._weights.finish()
         if self._begin_s is None:
             self._begin_s = time.perf_counter()
@@ -242,14 +203,7 @@ class GpuModel(WholeModel):
         self._observer = observer
 
     def close(self) -> None:
-        launcher = self._launcher
-        if launcher is None:
-            return
-        # A device that is lost has nothing to give back.
-        for end in (launcher.enter, self._wait, self._memory.release, launcher.close):
-            with suppress(UserError):
-                end()
-        self._launcher = None
+        self._device.close(self._wait)
 
     def _wait(self) -> None:
         self._queue.submit().wait()

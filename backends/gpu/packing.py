@@ -1,4 +1,5 @@
-"""Weights of the store rearranged for a GPU: neighbouring threads read neighbouring words.
+"""Weights of the store rearranged for a GPU, and brought there: neighbouring threads read
+neighbouring words.
 
 The store's groups of 32 weights keep their words (`pi2.backends.gpu.kernels.code`), in two orders:
 
@@ -11,36 +12,18 @@ The store's groups of 32 weights keep their words (`pi2.backends.gpu.kernels.cod
 A piece of a multiple of 32 rows is contiguous in both.  Rows that fill up the last tile are zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pi2.arrays import U8, U32, Scales
-from pi2.backends.gpu.arrays import TILE
+from pi2.backends.gpu.arrays import TILE, count_tile_bytes
+from pi2.backends.gpu.launchers.interface import DeviceArray, Event, Queue
 from pi2.formats import find_packing
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_part
-from pi2.plan.weights.layout import BundleLayout, Precision, round_up
-
-
-class WholeTiles:
-    """Passes neurons of layers on in whole tiles: others wait for the next ones."""
-
-    def __init__(self) -> None:
-        self._layer, self._first, self._rest = -1, 0, np.empty((0, 0), np.uint8)
-
-    def take(self, layer: int, first: int, bundles: U8, count: int) -> tuple[int, U8]:
-        """Return the first of the neurons that fill tiles now, and their bundles; the last ones of
-        a layer of ``count`` need not."""
-        if self._layer == layer and len(self._rest):
-            assert first == self._first + len(self._rest), "neurons come in stored order"
-            first, bundles = self._first, np.concatenate([self._rest, bundles])
-        is_last = first + len(bundles) == count
-        size = len(bundles) if is_last else len(bundles) // TILE * TILE
-        self._layer, self._first, self._rest = layer, first + size, bundles[size:].copy()
-        return first, bundles[:size]
-
+from pi2.plan.weights.layout import BundleLayout, Precision, Tensor, round_up
 
 _Element = TypeVar("_Element", bound=np.generic)
 
@@ -120,3 +103,70 @@ def fill_tile(array: npt.NDArray[_Element]) -> npt.NDArray[_Element]:
     if missing == 0:
         return array
     return np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
+
+
+class Uploads:
+    """Brings weights to a device: a piece is rearranged while the one before is on its way, and no
+    more than that."""
+
+    def __init__(self, queue: Queue, layout: BundleLayout, *, in_slots: bool = False) -> None:
+        """``in_slots``: neurons go to slots instead of tiles."""
+        self._queue, self._layout = queue, layout
+        self._pack = pack_slots if in_slots else pack_neurons
+        self._sent: Event | None = None
+        self._layer, self._first, self._rest = -1, 0, np.empty((0, 0), np.uint8)
+        """Neurons that fill no tile yet."""
+
+    def keep(
+        self, arrays: Mapping[str, DeviceArray], layer: int, first: int, bundles: U8, count: int
+    ) -> None:
+        """Send neurons in whole tiles; others wait for the next ones, but for the last of a layer
+        of ``count``."""
+        if self._layer == layer and len(self._rest):
+            assert first == self._first + len(self._rest), "neurons come in stored order"
+            first, bundles = self._first, np.concatenate([self._rest, bundles])
+        is_last = first + len(bundles) == count
+        size = len(bundles) if is_last else len(bundles) // TILE * TILE
+        self._layer, self._first, self._rest = layer, first + size, bundles[size:].copy()
+        if size:
+            packed = self._pack(bundles[:size], self._layout)
+            self._send_tiles(arrays, packed, first, count_tile_bytes(self._layout))
+
+    def put(self, arrays: Mapping[str, DeviceArray], first: int, tensor: Tensor) -> None:
+        """Send rows of a packed matrix, from row ``first`` on, a multiple of 32."""
+        assert tensor.precision is not None and first % TILE == 0, (tensor.name, first)
+        weights = np.asarray(tensor.weights).view(np.uint8).reshape(tensor.rows, -1)
+        scales = None if tensor.scales is None else tensor.scales.reshape(tensor.rows, -1)
+        packed = pack_matrix(weights, scales, tensor.length, tensor.precision)
+        tiles = -(-tensor.rows // TILE)
+        sizes = {name: values.nbytes // tiles for name, values in packed.items()}
+        self._send_tiles(arrays, packed, first, sizes)
+
+    def _send_tiles(
+        self,
+        arrays: Mapping[str, DeviceArray],
+        packed: PackedArrays,
+        first: int,
+        sizes: Mapping[str, int],
+    ) -> None:
+        tile, names = first // TILE, packed.keys()
+        self.send(*((arrays[name], packed[name], tile * sizes[name]) for name in names))
+
+    def send(self, *pieces: tuple[DeviceArray, npt.NDArray[Any], int]) -> None:
+        """Send values to the bytes from some on of arrays."""
+        copies = []
+        for array, values, offset in pieces:
+            flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            # The caller's memory may change as soon as this returns.
+            copies.append((array, np.zeros(round_up(flat.nbytes, 4), np.uint8), offset))
+            copies[-1][1][: flat.nbytes] = flat
+        self.wait()
+        for copy in copies:
+            self._queue.upload(*copy)
+        self._sent = self._queue.submit()
+
+    def wait(self) -> None:
+        """Return when all has arrived."""
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None

@@ -19,9 +19,8 @@ from pi2.backends.hexagon.arrays import (
 )
 from pi2.backends.hexagon.packing import Arrays, pack_neurons, pack_rows, pack_tokens
 from pi2.backends.hexagon.session import Session, find_unit_obstacles
-from pi2.backends.hexagon.specification import LANES, PROGRAMS, FfnGraph, Graph, Room, Weights
-from pi2.backends.units import DenseUnit, Padding, UnitFailed, UnitRequest
-from pi2.diagnostics import UserError
+from pi2.backends.hexagon.specification import ELF, LANES, FfnGraph, Graph, Room, Weights
+from pi2.backends.units import NumberedUnit, Padding, UnitFailed, UnitRequest, explain_failure
 from pi2.plan.weights.layout import round_up
 
 
@@ -36,24 +35,21 @@ class _Job:
     """First byte of each run's result, and its tokens."""
 
 
-class HexagonUnit(DenseUnit):
+class HexagonUnit(NumberedUnit[_Job]):
     """A unit whose neurons an NPU, or its emulator, computes."""
 
     def __init__(self, request: UnitRequest) -> None:
         """Compile or load the graphs, and start the worker; `UnitFailed` where that cannot be."""
         if obstacles := find_unit_obstacles(request.share.unit):
             raise UnitFailed("; ".join(obstacles))
-        self._request, self._share = request, request.share
+        super().__init__(request)
         self._arrays = arrays = UnitArrays(request.share)
         self._shape = arrays.shape
         self._numbers = {graph: number for number, graph in enumerate(arrays.spec.index)}
         emulated = bool(request.share.unit.emulated)
         self._note = ", emulated" if emulated else ""
-        try:
-            library = load_or_compile(arrays.spec, request.progress, PROGRAMS)
-        except UserError as error:
-            found = error.diagnostics[0]
-            raise UnitFailed(found.message, help=found.help) from error
+        with explain_failure():
+            library = load_or_compile(arrays.spec, request.progress, ELF)
         self._session = Session(
             str(library), len(self._numbers), arrays.bytes, arrays.scratch_bytes, emulated=emulated
         )
@@ -64,8 +60,6 @@ class HexagonUnit(DenseUnit):
             scales = None if tensor.scales is None else tensor.scales.reshape(tensor.rows, -1)
             packed = pack_rows(weights, scales, *request.share.matrices[name][1:])
             self._write(arrays.matrices[name].room.places, packed)
-        self._jobs: dict[int, _Job] = {}
-        self._next = 0
         self._names: dict[int, str] = {}
         """What the messages without a reply are about, by their numbers."""
         self._staged = [0] * len(arrays.staging)
@@ -107,12 +101,9 @@ class HexagonUnit(DenseUnit):
     def _begin_job(self, layer: int, inputs: F32, weights: Weights, width: int) -> tuple[int, _Job]:
         """Find a place for a job, and round its inputs there."""
         used = [id(job.room) for job in self._jobs.values()]
-        free = [room for room in self._arrays.places if id(room) not in used]
-        assert free, "more jobs than were asked for"
-        number, self._next = self._next, self._next + 1
-        job = _Job(layer, free[0], width, cut_pieces(len(inputs), self._arrays.tokens))
-        self._jobs[number] = job
-        padded = 0
+        free = (room for room in self._arrays.places if id(room) not in used)
+        job = _Job(layer, next(free), width, cut_pieces(len(inputs), self._arrays.tokens))
+        number, padded = self._begin(job), 0
         for run in job.runs:
             packed = pack_tokens(inputs[run.first :][: run.count], run.size, weights)
             self._write(self._place_run(job, padded, inputs.shape[1]), packed)
@@ -207,7 +198,7 @@ class HexagonUnit(DenseUnit):
             return
         self._session.catch_up()
         self._names.clear()
-        self._jobs.clear()
+        super().give_up()
 
     def _view_floats(self, place: int, *shape: int) -> F32:
         size = 4 * int(np.prod(shape))

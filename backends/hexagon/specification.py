@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from pi2.backends.compiler.cache import load_or_compile
-from pi2.backends.compiler.signature import Compiler
 from pi2.caches import replace_file
 from pi2.formats import find_packing
 from pi2.plan.documents.common import Table
@@ -26,11 +25,9 @@ if TYPE_CHECKING:
     from pi2.plan.documents.model import Model
     from pi2.plan.weights.layout import BundleLayout
 
-_MODULE = "pi2.backends.hexagon.kernels.program"
-"""What compiles a library, and makes its functions."""
-PROGRAMS, OBJECTS = Compiler(_MODULE, ".elf"), Compiler(_MODULE, ".o")
-PROGRAM = f"graphs{PROGRAMS.suffix}"
-"""The file that the emulator runs."""
+ELF, OBJECT = ".elf", ".o"
+"""Suffixes of what the emulator runs, and of what the vendor's linker takes."""
+PROGRAM = f"graphs{ELF}"
 ALIGNMENT = 128
 """Bytes: every array begins at a multiple of it, a vector."""
 LANES = 32
@@ -201,7 +198,7 @@ Graph = FfnGraph | ProductGraph
 class HexagonSpec:
     """Everything but its sources that the code of a library depends on."""
 
-    program: ClassVar[str] = _MODULE
+    program: ClassVar[str] = "pi2.backends.hexagon.kernels.program"
     version: Version
     ffn: FfnShape
     graphs: tuple[FfnGraph, ...] = ()
@@ -238,8 +235,8 @@ class HexagonSpec:
 
 def write_library(spec: HexagonSpec, folder: Path, progress: Progress = ignore_progress) -> None:
     """Write a library to ``folder``; raises P651 as compiling does."""
-    for compiler in (PROGRAMS, OBJECTS):
-        made = load_or_compile(spec, progress, compiler)
-        replace_file(folder / f"graphs{compiler.suffix}", made.read_bytes())
+    for suffix in (ELF, OBJECT):
+        made = load_or_compile(spec, progress, suffix)
+        replace_file(folder / f"graphs{suffix}", made.read_bytes())
     (folder / PROGRAM).chmod(0o755)  # the emulator asks for it
     replace_file(folder / "graphs.json", spec.write_index().encode())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import tvm
 from tvm.tirx.script import builder as T
@@ -14,46 +12,39 @@ from pi2.backends.compiler import vectors as v
 from pi2.backends.compiler.compile import make_target
 from pi2.backends.compiler.vectors import Parameters
 from pi2.backends.host.ring import (
+    Given,
     emit_drive_ring,
     emit_fill_entries,
     emit_plan_reads,
     emit_read_runs,
     emit_submit_reads,
 )
-from pi2.memory.host_loops import CHECKED_BYTES, FOUND, MASSES, CheckInstruction, HostSpec
-
-if TYPE_CHECKING:
-    from pi2.backends.compiler.vectors import Parameters
+from pi2.memory.host_loops import CHECKED_BYTES, CheckInstruction, HostSpec
 
 
-def emit_unite_named(take: Parameters) -> None:
-    """Set bit k of ``named`` int64 [neurons] for the neurons of list k of ``lists``; the lists are
+def emit_unite_named(own: Given) -> None:
+    """Set bit k of ``named`` int64 [neurons] for the neurons of list k of ``number``; the lists are
     one behind the other in ``flat``, and list k ends at ``ends`` [k]. Clear all other bits.
     ``united`` [neurons] becomes the neurons with a bit, ascending, ``found`` [0] their number."""
-    lists, neurons = take.take_number("lists"), take.take_number("neurons")
-    ends = take.take_given_array("ends", "int32")
-    flat = take.take_given_array("flat", "int32")
-    named = take.take_given_array("named", "int64")
-    united = take.take_given_array("united", "int32")
-    found = take.take_array("found", "int32", FOUND)
-    with T.serial(neurons) as neuron:
+    named = own.named
+    with T.serial(own.neurons) as neuron:
         v.store(named, neuron, T.int64(0), 1)
     begin = v.Cell(T.int32(0))
-    with T.serial(lists) as number:
+    with T.serial(own.number) as number:
         bit = v.let(T.int64(1) << v.wide(number))
-        with T.serial(ends[number] - begin.get()) as step:
-            neuron = v.let(flat[begin.get() + step])
+        with T.serial(own.ends[number] - begin.get()) as step:
+            neuron = v.let(own.flat[begin.get() + step])
             v.store(named, neuron, named[neuron] | bit, 1)
-        begin.set(ends[number])
+        begin.set(own.ends[number])
     count = v.Cell(T.int32(0))
-    with T.serial(neurons) as neuron:
+    with T.serial(own.neurons) as neuron:
         # What no list has is overwritten by the next one.
-        v.store(united, count.get(), neuron, 1)
+        v.store(own.united, count.get(), neuron, 1)
         count.set(count.get() + T.Select(named[neuron] != T.int64(0), T.int32(1), T.int32(0)))
-    v.store(found, 0, count.get(), 1)
+    v.store(own.found, 0, count.get(), 1)
 
 
-def emit_find_neurons(take: Parameters) -> None:
+def emit_find_neurons(own: Given) -> None:
     """Find ``indices`` [count] (ascending), count the use of those in cold slots, and give slots
     out of ``candidates`` [size] to the missing ones, as `emit_place_neurons` does.
 
@@ -68,87 +59,61 @@ def emit_find_neurons(take: Parameters) -> None:
     slots, counted from the first cold one.  ``found`` [8] becomes: neurons that were looked for,
     those in memory, hot ones among them, missing ones, those of them that have a slot, candidates
     that were looked at, neurons that left, and those that were left out."""
-    count, room = take.take_number("count"), take.take_number("room")
-    first_hot, end_hot = take.take_number("first_hot"), take.take_number("end_hot")
-    hot_slot = take.take_number("hot_slot")
-    size = take.take_number("size")
-    first_key = take.take_number("first_key")
-    first_cold = take.take_number("first_cold")
-    clock = take.take_number("clock", "int64")
-    listed_at = take.take_number("listed_at", "int64")
-    weight = take.take_number("weight", "float64")
-    growth = take.take_number("growth", "float64")
-    sieves = take.take_number("sieves")
-    least = take.take_number("least", "float32")
-    beside = take.take_number("beside", "float32")
-    zero = take.take_number("zero", "float32")
-    allowance = take.take_number("allowance", "float64")
-    marks = take.take_given_array("marks", "float32")
-    row = take.take_given_array("row", "int32")
-    indices = take.take_given_array("indices", "int32")
-    candidates = take.take_given_array("candidates", "int32")
-    held = take.take_given_array("held", "uint8")
-    slot_of = take.take_given_array("slot_of", "int32")
-    owner = take.take_given_array("owner", "int64")
-    uses = _Uses(take)
-    lists = take.take_given_array("lists", "int32")
-    found = take.take_array("found", "int32", FOUND)
-    masses = take.take_array("masses", "float64", MASSES)
+    lists, count = own.lists, own.count
     hot, cold, absent, taken, skipped = (v.Cell(T.int32(0)) for _ in range(5))
-    sieve = _Sieve(marks, row, indices, count, (least, beside, zero, allowance))
+    sieve = _Sieve(own)
     is_over = v.Cell(T.int32(0))
-    light = v.let(T.cast(weight, "float32"))
+    light = v.let(T.cast(own.weight, "float32"))
     with T.While(T.And(taken.get() < count, is_over.get() == 0)):
-        index = v.let(indices[taken.get()])
-        with T.If(sieves > 0), T.Then():
+        index = v.let(own.indices[taken.get()])
+        with T.If(own.sieves > 0), T.Then():
             sieve.weigh(index)
-        with T.If(T.And(index >= first_hot, index < end_hot)):
+        with T.If(T.And(index >= own.first_hot, index < own.end_hot)):
             with T.Then():
-                v.store(lists, hot.get(), index - first_hot + hot_slot, 1)
+                v.store(lists, hot.get(), index - own.first_hot + own.hot_slot, 1)
                 hot.set(hot.get() + 1)
                 taken.set(taken.get() + 1)
             with T.Else():
-                slot = v.let(row[index])
+                slot = v.let(own.row[index])
                 is_sieved = v.Cell(T.int32(0))
-                with T.If(T.And(T.And(sieves > 0, slot < 0), index >= end_hot)), T.Then():
+                with T.If(T.And(T.And(own.sieves > 0, slot < 0), index >= own.end_hot)), T.Then():
                     sieve.judge(index, taken.get(), is_sieved)
                 with T.If(is_sieved.get() > 0):
                     with T.Then():
                         skipped.set(skipped.get() + 1)
                         taken.set(taken.get() + 1)
                     with T.Else():
-                        with T.If(cold.get() + absent.get() == room):
+                        with T.If(cold.get() + absent.get() == own.room):
                             with T.Then():
                                 is_over.set(T.int32(1))
                             with T.Else():
                                 taken.set(taken.get() + 1)
                                 with T.If(slot >= 0):
                                     with T.Then():
-                                        cell = v.let(slot - first_cold)
-                                        uses.count(index + first_key, cell, light, clock)
+                                        cell = v.let(slot - own.first_cold)
+                                        _count_use(own, index + own.first_key, cell, light)
                                         v.store(lists, count * 3 + cold.get(), cell, 1)
                                         cold.set(cold.get() + 1)
                                     with T.Else():
                                         v.store(lists, count + absent.get(), index, 1)
                                         absent.set(absent.get() + 1)
-    v.store(masses, 0, sieve.mass.get(), 1)
-    v.store(masses, 1, sieve.left.get(), 1)
-    v.store(masses, 2, sieve.tried.get(), 1)
+    v.store(own.masses, 0, sieve.mass.get(), 1)
+    v.store(own.masses, 1, sieve.left.get(), 1)
+    v.store(own.masses, 2, sieve.tried.get(), 1)
     with T.serial(cold.get()) as place:
-        v.store(lists, hot.get() + place, lists[count * 3 + place] + first_cold, 1)
+        v.store(lists, hot.get() + place, lists[count * 3 + place] + own.first_cold, 1)
     # What came first makes what comes now count more.
     uses_before = T.cast(cold.get(), "float64")
-    heavy = v.let(T.cast(weight * (T.float64(1.0) + growth * uses_before), "float32"))
-    given = _Places(candidates, size, held, slot_of, owner, listed_at, first_key, first_cold)
+    heavy = v.let(T.cast(own.weight * (T.float64(1.0) + own.growth * uses_before), "float32"))
 
     def give(place: v.Expr, cell: v.Expr) -> None:
-        v.store(lists, count * 2 + place, cell + first_cold, 1)
+        v.store(lists, count * 2 + place, cell + own.first_cold, 1)
         v.store(lists, count * 3 + cold.get() + place, cell, 1)
 
     def find_missing(place: v.Expr) -> v.Expr:
         return lists[count + place]
 
-    placed, seen, left = given.emit(absent.get(), find_missing, uses, heavy, clock, give)
+    placed, seen, left = _emit_places(own, absent.get(), find_missing, heavy, give)
     numbers = (
         taken.get(),
         hot.get() + cold.get(),
@@ -160,149 +125,109 @@ def emit_find_neurons(take: Parameters) -> None:
         skipped.get(),
     )
     for place, value in enumerate(numbers):
-        v.store(found, place, value, 1)
+        v.store(own.found, place, value, 1)
 
 
-def emit_place_neurons(take: Parameters) -> None:
+def emit_place_neurons(own: Given) -> None:
     """Give slots out of ``candidates`` [size] to ``missing`` [count], as far as they go; the slots
     must be unused since they were listed, and held by nothing.
 
     ``found`` [3] becomes: neurons that have a slot, inspected candidates, and evicted neurons."""
-    count = take.take_number("count")
-    size = take.take_number("size")
-    first_key = take.take_number("first_key")
-    first_cold = take.take_number("first_cold")
-    clock = take.take_number("clock", "int64")
-    listed_at = take.take_number("listed_at", "int64")
-    weight = take.take_number("weight", "float32")
-    missing = take.take_given_array("missing", "int32")
-    candidates = take.take_given_array("candidates", "int32")
-    held = take.take_given_array("held", "uint8")
-    slot_of = take.take_given_array("slot_of", "int32")
-    owner = take.take_given_array("owner", "int64")
-    uses = _Uses(take)
-    given = take.take_given_array("given", "int32")
-    found = take.take_array("found", "int32", FOUND)
-    places = _Places(candidates, size, held, slot_of, owner, listed_at, first_key, first_cold)
+    missing = own.missing
 
     def give(place: v.Expr, cell: v.Expr) -> None:
-        v.store(given, place, cell, 1)
+        v.store(own.given, place, cell, 1)
 
-    numbers = places.emit(count, lambda place: missing[place], uses, weight, clock, give)
+    weight = v.let(T.cast(own.weight, "float32"))
+    numbers = _emit_places(own, own.count, lambda place: missing[place], weight, give)
     for place, value in enumerate(numbers):
-        v.store(found, place, value.get(), 1)
+        v.store(own.found, place, value.get(), 1)
 
 
 class _Sieve:
     """Which missing neurons are worth a read: `pi2.memory.read_sieve.ReadSieve.choose`."""
 
-    def __init__(
-        self,
-        marks: v.Buffer,
-        row: v.Buffer,
-        indices: v.Buffer,
-        count: v.Expr,
-        limits: tuple[v.Expr, v.Expr, v.Expr, v.Expr],
-    ) -> None:
-        """``limits``: least mark, mark of neighbours, mark of no mass, allowance (`ReadLimits`)."""
-        self._marks, self._row, self._indices, self._count = marks, row, indices, count
-        self._least, self._beside, self._zero, self._allowance = limits
+    def __init__(self, own: Given) -> None:
+        self._own = own
         self.mass, self.left, self.tried = (v.Cell(T.float64(0.0)) for _ in range(3))
         self._last_sure = v.Cell(T.int32(-2))
         """The last missing neuron that is read for its own score."""
 
     def weigh(self, index: v.Expr) -> None:
         """Add the mass of the neuron ``index``."""
-        self.mass.set(self.mass.get() + T.cast(self._marks[index] - self._zero, "float64"))
+        self.mass.set(self.mass.get() + T.cast(self._own.marks[index] - self._own.zero, "float64"))
 
     def judge(self, index: v.Expr, place: v.Expr, is_sieved: v.Cell) -> None:
         """Set ``is_sieved`` to 1 if the missing neuron ``index``, at ``place``, is left out."""
-        mark = v.let(self._marks[index])
-        with T.If(mark >= self._least):
+        mark = v.let(self._own.marks[index])
+        with T.If(mark >= self._own.least):
             with T.Then():
                 self._last_sure.set(index)
             with T.Else():
                 is_beside = v.Cell(T.int32(0))
-                with T.If(mark >= self._beside), T.Then():
+                with T.If(mark >= self._own.near), T.Then():
                     with T.If(self._last_sure.get() == index - 1):
                         with T.Then():
                             is_beside.set(T.int32(1))
                         with T.Else():
                             self._look_behind(index, place, is_beside)
                 with T.If(is_beside.get() == 0), T.Then():
-                    mass = v.let(T.cast(mark - self._zero, "float64"))
+                    mass = v.let(T.cast(mark - self._own.zero, "float64"))
                     self.tried.set(self.tried.get() + mass)
-                    with T.If(self.tried.get() <= self._allowance), T.Then():
+                    with T.If(self.tried.get() <= self._own.allowance), T.Then():
                         self.left.set(self.left.get() + mass)
                         is_sieved.set(T.int32(1))
 
     def _look_behind(self, index: v.Expr, place: v.Expr, is_beside: v.Cell) -> None:
         """Set ``is_beside`` to 1 if the neuron behind ``index`` is read for its own score."""
-        with T.If(place + 1 < self._count), T.Then():
-            following = v.let(self._indices[place + 1])
+        with T.If(place + 1 < self._own.count), T.Then():
+            following = v.let(self._own.indices[place + 1])
             with T.If(following == index + 1), T.Then():
-                is_sure = T.And(self._row[following] < 0, self._marks[following] >= self._least)
+                is_sure = T.And(
+                    self._own.row[following] < 0, self._own.marks[following] >= self._own.least
+                )
                 with T.If(is_sure), T.Then():
                     is_beside.set(T.int32(1))
 
 
-@dataclass(frozen=True)
-class _Places:
-    candidates: v.Buffer
-    size: v.Expr
-    held: v.Buffer
-    slot_of: v.Buffer
-    owner: v.Buffer
-    listed_at: v.Expr
-    first_key: v.Expr
-    first_cold: v.Expr
+def _emit_places(
+    own: Given,
+    count: v.Expr,
+    find_missing: Callable[[v.Expr], v.Expr],
+    weight: v.Expr,
+    give: Callable[[v.Expr, v.Expr], None],
+) -> tuple[v.Cell, v.Cell, v.Cell]:
+    """Give slots to the ``count`` neurons whose indices ``find_missing`` returns; ``give`` is told
+    each one's place and cold slot.
 
-    def emit(
-        self,
-        count: v.Expr,
-        find_missing: Callable[[v.Expr], v.Expr],
-        uses: _Uses,
-        weight: v.Expr,
-        clock: v.Expr,
-        give: Callable[[v.Expr, v.Expr], None],
-    ) -> tuple[v.Cell, v.Cell, v.Cell]:
-        """Give slots to the ``count`` neurons whose indices ``find_missing`` returns; ``give`` is
-        told each one's place and cold slot.
-
-        Returns how many have a slot, inspected candidates, and evicted neurons."""
-        count = v.let(count)
-        placed, seen, left = (v.Cell(T.int32(0)) for _ in range(3))
-        with T.While(T.And(placed.get() < count, seen.get() < self.size)):
-            cell = v.let(self.candidates[seen.get()])
-            seen.set(seen.get() + 1)
-            is_free = T.And(uses.used_at[cell] <= self.listed_at, self.held[cell] == T.uint8(0))
-            with T.If(is_free), T.Then():
-                old = v.let(self.owner[cell])
-                with T.If(old >= T.int64(0)), T.Then():
-                    v.store(self.slot_of, old, T.int32(-1), 1)
-                    left.set(left.get() + 1)
-                key = v.let(find_missing(placed.get()) + self.first_key)
-                v.store(self.owner, cell, v.wide(key), 1)
-                v.store(self.slot_of, key, cell + self.first_cold, 1)
-                uses.count(key, cell, weight, clock)
-                give(placed.get(), cell)
-                placed.set(placed.get() + 1)
-        return placed, seen, left
+    Returns how many have a slot, inspected candidates, and evicted neurons."""
+    count = v.let(count)
+    placed, seen, left = (v.Cell(T.int32(0)) for _ in range(3))
+    with T.While(T.And(placed.get() < count, seen.get() < own.size)):
+        cell = v.let(own.candidates[seen.get()])
+        seen.set(seen.get() + 1)
+        is_free = T.And(own.used_at[cell] <= own.listed_at, own.held[cell] == T.uint8(0))
+        with T.If(is_free), T.Then():
+            old = v.let(own.owner[cell])
+            with T.If(old >= T.int64(0)), T.Then():
+                v.store(own.slot_of, old, T.int32(-1), 1)
+                left.set(left.get() + 1)
+            key = v.let(find_missing(placed.get()) + own.first_key)
+            v.store(own.owner, cell, v.wide(key), 1)
+            v.store(own.slot_of, key, cell + own.first_cold, 1)
+            _count_use(own, key, cell, weight)
+            give(placed.get(), cell)
+            placed.set(placed.get() + 1)
+    return placed, seen, left
 
 
-class _Uses:
-    def __init__(self, take: Parameters) -> None:
-        self.counts = take.take_given_array("counts", "float32")
-        self.scores = take.take_given_array("scores", "float32")
-        self.used_at = take.take_given_array("used_at", "int64")
-
-    def count(self, key: v.Expr, cell: v.Expr, weight: v.Expr, clock: v.Expr) -> None:
-        """Count a use of the neuron ``key`` in the cold slot ``cell``."""
-        key, cell = v.let(key), v.let(cell)
-        value = v.let(self.counts[key] + weight)
-        v.store(self.counts, key, value, 1)
-        v.store(self.scores, cell, value, 1)
-        v.store(self.used_at, cell, clock, 1)
+def _count_use(own: Given, key: v.Expr, cell: v.Expr, weight: v.Expr) -> None:
+    """Count a use of the neuron ``key`` in the cold slot ``cell``."""
+    key, cell = v.let(key), v.let(cell)
+    value = v.let(own.use_counts[key] + weight)
+    v.store(own.use_counts, key, value, 1)
+    v.store(own.scores, cell, value, 1)
+    v.store(own.used_at, cell, own.clock, 1)
 
 
 _POLYNOMIAL = 0x104C11DB7
@@ -311,21 +236,15 @@ _LOW, _HIGH = 0x00, 0x11
 """Which halves of both operands are multiplied."""
 
 
-def emit_compute_checks(instruction: CheckInstruction, take: Parameters) -> None:
+def emit_compute_checks(instruction: CheckInstruction, own: Given) -> None:
     """Write the CRC-32 of bundles ``slots`` [count] of ``arena``, ``stride`` bytes each, a multiple
     of `CHECKED_BYTES`, to ``checks`` [count].  ``table`` [256]: what remains of every byte."""
-    count = take.take_number("count")
-    stride = take.take_number("stride", "int64")
-    arena = take.take_given_array("arena", "uint8")
-    slots = take.take_given_array("slots", "int32")
-    table = take.take_array("table", "uint32", 256)
-    checks = take.take_given_array("checks", "uint32")
     emit: Callable[[v.Buffer, v.Expr, v.Expr, v.Buffer], v.Expr]
     emit = _emit_products if instruction == "pclmulqdq" else _emit_words
-    with T.serial(count) as place:
-        base = v.let(v.wide(slots[place]) * stride)
-        register = emit(arena, base, stride, table)
-        v.store(checks, place, T.bitwise_not(register), 1)
+    with T.serial(own.count) as place:
+        base = v.let(v.wide(own.slots[place]) * own.stride)
+        register = emit(own.arena, base, own.stride, own.table)
+        v.store(own.checks, place, T.bitwise_not(register), 1)
 
 
 def _emit_words(arena: v.Buffer, base: v.Expr, stride: v.Expr, table: v.Buffer) -> v.Expr:
@@ -409,16 +328,22 @@ class Program:
         return make_target(self._spec)
 
     def list_functions(self) -> dict[str, Callable[[Parameters], None]]:
-        functions: dict[str, Callable[[Parameters], None]] = {
+        architecture, checks = self._spec.architecture, self._spec.checks
+        loops: dict[str, Callable[[Given], None]] = {
             "read_runs": emit_read_runs,
             "plan_reads": emit_plan_reads,
             "fill_entries": emit_fill_entries,
-            "drive_ring": partial(emit_drive_ring, self._spec.architecture),
-            "submit_reads": partial(emit_submit_reads, self._spec.architecture),
+            "drive_ring": partial(emit_drive_ring, architecture),
+            "submit_reads": partial(emit_submit_reads, architecture),
             "unite_named": emit_unite_named,
             "find_neurons": emit_find_neurons,
             "place_neurons": emit_place_neurons,
         }
-        if self._spec.checks is not None:
-            functions["compute_checks"] = partial(emit_compute_checks, self._spec.checks)
-        return functions
+        if checks is not None:
+            loops["compute_checks"] = partial(emit_compute_checks, checks)
+        return {name: partial(emit_loop, name, emit) for name, emit in loops.items()}
+
+
+def emit_loop(name: str, emit: Callable[[Given], None], take: Parameters) -> None:
+    """Declare what a loop takes, and add its body."""
+    emit(Given(name, take))

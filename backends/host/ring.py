@@ -3,143 +3,116 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
-from pi2.memory.host_loops import FOUND, RingControl
-
-if TYPE_CHECKING:
-    from pi2.backends.compiler.vectors import Parameters
+from pi2.backends.compiler.vectors import Parameters
+from pi2.memory.host_loops import ARRAYS, KEPT, LOOPS, NUMBERS, RingControl
 
 
-def emit_read_runs(take: Parameters) -> None:
-    """Read requests start, start + step, ... of ``n`` with preadv.
+class Given:
+    """What a loop takes, by name (``own.count``)."""
+
+    def __init__(self, loop: str, take: Parameters) -> None:
+        given, kept = LOOPS[loop]
+        self._found: dict[str, Any] = {
+            name: take.take_given_array(name, ARRAYS[name])
+            if name in ARRAYS
+            else take.take_number(name, NUMBERS.get(name, "int32"))
+            for name in given.split()
+        }
+        self._found |= {name: take.take_array(name, *KEPT[name]) for name in kept.split()}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._found[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def emit_read_runs(own: Given) -> None:
+    """Read requests start, start + step, ... before ``requests_end`` with preadv.
 
     Request i fills the ``counts[i]`` vectors from ``firsts[i]`` on; a vector is an address and a
     length, as in C's ``struct iovec``."""
-    fd = take.take_number("fd")
-    start = take.take_number("start")
-    step = take.take_number("step")
-    requests = take.take_number("requests")
-    vectors = take.take_given_array("vectors", "int64")
-    firsts = take.take_given_array("firsts", "int32")
-    counts = take.take_given_array("counts", "int32")
-    offsets = take.take_given_array("offsets", "int64")
-    results = take.take_given_array("results", "int64")
-    with T.serial(T.floordiv(requests - start + step - 1, step)) as turn:
-        index = v.let(start + turn * step)
-        size = T.call_extern(
-            "int64",
-            "preadv",
-            fd,
-            T.address_of(vectors[v.wide(firsts[index]) * 2]),
-            counts[index],
-            offsets[index],
-        )
-        v.store(results, index, size, 1)
+    rest = own.requests_end - own.start
+    with T.serial(T.floordiv(rest + own.step - 1, own.step)) as turn:
+        index = v.let(own.start + turn * own.step)
+        vector = T.address_of(own.vectors[v.wide(own.firsts[index]) * 2])
+        more = own.counts[index], own.offsets[index]
+        size = T.call_extern("int64", "preadv", own.fd, vector, *more)
+        v.store(own.results, index, size, 1)
 
 
-def emit_plan_reads(take: Parameters) -> None:
+def emit_plan_reads(own: Given) -> None:
     """Plan reads of bundles ``indices`` [count] (ascending) into ``slots`` [count]: neighbours, up
     to ``most``, and the ``gap`` between two at most, are one request.
 
     Writes what `emit_read_runs` takes, and the bytes of each request, the request of each bundle,
     and ``pending`` for results; ``found`` [1] becomes the number of requests."""
-    plan = ReadPlan(take)
-    results = take.take_given_array("results", "int64")
-    found = take.take_array("found", "int32", FOUND)
 
     def begin(request: v.Expr, place: v.Expr, offset: v.Expr) -> None:
-        v.store(results, request, plan.pending, 1)
+        v.store(own.results, request, own.pending, 1)
 
-    v.store(found, 0, plan.emit(begin), 1)
-
-
-class ReadPlan:
-    """The parameters of a plan of reads, and the loop that makes it."""
-
-    def __init__(self, take: Parameters) -> None:
-        self.count = take.take_number("count")
-        self._base = take.take_number("base", "int64")
-        self._stride = take.take_number("stride", "int64")
-        self._address = take.take_number("address", "int64")
-        self._gap = take.take_number("gap")
-        self._scratch = take.take_number("scratch", "int64")
-        self._most = take.take_number("most")
-        self.pending = take.take_number("pending", "int64")
-        self._indices = take.take_given_array("indices", "int32")
-        self._slots = take.take_given_array("slots", "int32")
-        self._vectors = take.take_given_array("vectors", "int64")
-        self._firsts = take.take_given_array("firsts", "int32")
-        self._counts = take.take_given_array("counts", "int32")
-        self._offsets = take.take_given_array("offsets", "int64")
-        self._sizes = take.take_given_array("sizes", "int64")
-        self._requests = take.take_given_array("requests", "int32")
-
-    def emit(
-        self,
-        begin: Callable[[v.Expr, v.Expr, v.Expr], None],
-        grow: Callable[[v.Expr, v.Expr], None] = lambda request, size: None,
-    ) -> v.Expr:
-        """Write the plan and return its number of requests; ``begin`` is told each request, its
-        first vector, and its byte of the file, ``grow`` how many vectors it has now."""
-        request, size, following = v.Cell(T.int32(-1)), v.Cell(T.int32(0)), v.Cell(T.int32(-1))
-        vector = v.Cell(T.int32(0))
-
-        def add_vector(target: v.Expr) -> None:
-            v.store(self._vectors, v.wide(vector.get()) * 2, target, 1)
-            v.store(self._vectors, v.wide(vector.get()) * 2 + 1, self._stride, 1)
-            vector.set(vector.get() + 1)
-            size.set(size.get() + 1)
-
-        with T.serial(self.count) as place:
-            index = v.let(self._indices[place])
-            between = v.let(index - following.get())
-            is_far = T.Or(between > self._gap, size.get() + between >= self._most)
-            with T.If(T.Or(is_far, place == 0)):
-                with T.Then():
-                    request.set(request.get() + 1)
-                    size.set(T.int32(0))
-                    offset = v.let(self._base + v.wide(index) * self._stride)
-                    v.store(self._firsts, request.get(), vector.get(), 1)
-                    v.store(self._offsets, request.get(), offset, 1)
-                    begin(request.get(), v.let(vector.get()), offset)
-                with T.Else(), T.serial(between):
-                    add_vector(self._scratch)
-            add_vector(v.let(self._address + v.wide(self._slots[place]) * self._stride))
-            following.set(index + 1)
-            v.store(self._counts, request.get(), size.get(), 1)
-            v.store(self._sizes, request.get(), v.wide(size.get()) * self._stride, 1)
-            v.store(self._requests, place, request.get(), 1)
-            grow(request.get(), size.get())
-        return v.let(request.get() + 1)
+    v.store(own.found, 0, _plan(own, begin), 1)
 
 
-def emit_fill_entries(take: Parameters) -> None:
+def _plan(
+    own: Given,
+    begin: Callable[[v.Expr, v.Expr, v.Expr], None],
+    grow: Callable[[v.Expr, v.Expr], None] = lambda request, size: None,
+) -> v.Expr:
+    """Write the plan and return its number of requests; ``begin`` is told each request, its first
+    vector, and its byte of the file, ``grow`` how many vectors it has now."""
+    request, size, following = v.Cell(T.int32(-1)), v.Cell(T.int32(0)), v.Cell(T.int32(-1))
+    vector = v.Cell(T.int32(0))
+
+    def add_vector(target: v.Expr) -> None:
+        v.store(own.vectors, v.wide(vector.get()) * 2, target, 1)
+        v.store(own.vectors, v.wide(vector.get()) * 2 + 1, own.stride, 1)
+        vector.set(vector.get() + 1)
+        size.set(size.get() + 1)
+
+    with T.serial(own.count) as place:
+        index = v.let(own.indices[place])
+        between = v.let(index - following.get())
+        is_far = T.Or(between > own.gap, size.get() + between >= own.most)
+        with T.If(T.Or(is_far, place == 0)):
+            with T.Then():
+                request.set(request.get() + 1)
+                size.set(T.int32(0))
+                offset = v.let(own.base + v.wide(index) * own.stride)
+                v.store(own.firsts, request.get(), vector.get(), 1)
+                v.store(own.offsets, request.get(), offset, 1)
+                begin(request.get(), v.let(vector.get()), offset)
+            with T.Else(), T.serial(between):
+                add_vector(own.scratch)
+        add_vector(v.let(own.address + v.wide(own.slots[place]) * own.stride))
+        following.set(index + 1)
+        v.store(own.counts, request.get(), size.get(), 1)
+        v.store(own.sizes, request.get(), v.wide(size.get()) * own.stride, 1)
+        v.store(own.requests, place, request.get(), 1)
+        grow(request.get(), size.get())
+    return v.let(request.get() + 1)
+
+
+def emit_fill_entries(own: Given) -> None:
     """Write entries of io_uring's submission ring, ``entries`` [count, 8], for requests as
     `emit_read_runs` takes them: ``head`` is the first word of each, the names of the requests
     follow ``first_name``."""
-    count = take.take_number("count")
-    head = take.take_number("head", "int64")
-    address = take.take_number("address", "int64")
-    first_name = take.take_number("first_name", "int64")
-    firsts = take.take_given_array("firsts", "int32")
-    counts = take.take_given_array("counts", "int32")
-    offsets = take.take_given_array("offsets", "int64")
-    entries = take.take_given_array("entries", "int64")
-    with T.serial(count) as place:
+    with T.serial(own.count) as place:
         words = (
-            head,
-            offsets[place],
-            address + v.wide(firsts[place]) * 16,
-            v.wide(counts[place]),
-            first_name + v.wide(place),
+            own.head,
+            own.offsets[place],
+            own.address + v.wide(own.firsts[place]) * 16,
+            v.wide(own.counts[place]),
+            own.first_name + v.wide(place),
             *(T.int64(0) for _ in range(3)),
         )
         for word, value in enumerate(words):
-            v.store(entries, v.wide(place) * 8 + word, value, 1)
+            v.store(own.entries, v.wide(place) * 8 + word, value, 1)
 
 
 ENTER = 426
@@ -155,20 +128,16 @@ _LOADS_FIRST = 9
 """Option ISHLD of aarch64's instruction dmb."""
 
 
-def emit_drive_ring(architecture: str, take: Parameters) -> None:
+def emit_drive_ring(architecture: str, own: Given) -> None:
     """Hand over what waits of the ``pool`` of entries as far as there is room, note results, and
     wait until none of ``results`` [begin, end) is ``pending``; see `HostLoops.drive_ring`.
 
     ``found`` becomes: whether a system call has failed, results that are still pending, and
     whether entries wait."""
-    begin, end = take.take_number("begin"), take.take_number("end")
-    pending_value = take.take_number("pending", "int64")
-    ring = _Ring(architecture, take)
-    found = take.take_array("found", "int32", FOUND)
-    ring.emit_drive(begin, end, pending_value, found)
+    _Ring(architecture, own).emit_drive(own.begin, own.end)
 
 
-def emit_submit_reads(architecture: str, take: Parameters) -> None:
+def emit_submit_reads(architecture: str, own: Given) -> None:
     """Plan reads as `emit_plan_reads` does, write their entries into the pool, and hand over what
     has room as `emit_drive_ring` does.
 
@@ -176,36 +145,30 @@ def emit_submit_reads(architecture: str, take: Parameters) -> None:
     have made superfluous get entries without an operation.  ``head`` is the first word of entries,
     ``vectors_address`` where ``vectors`` are.  ``found`` [4] becomes what `emit_drive_ring` says,
     and the number of requests."""
-    plan = ReadPlan(take)
-    head = take.take_number("head", "int64")
-    first_name = take.take_number("first_name", "int64")
-    vectors = take.take_number("vectors_address", "int64")
-    ring = _Ring(architecture, take, slots="ring_slots")
-    found = take.take_array("found", "int32", FOUND)
-    first = v.let(T.bitwise_and(first_name, ring.control[RingControl.POOL_MASK]))
+    first = v.let(T.bitwise_and(own.first_name, own.control[RingControl.POOL_MASK]))
 
     def store(request: v.Expr, word: int, value: v.Expr) -> None:
-        v.store(ring.pool, (first + v.wide(request)) * ENTRY_WORDS + word, value, 1)
+        v.store(own.pool, (first + v.wide(request)) * ENTRY_WORDS + word, value, 1)
 
     def begin(request: v.Expr, vector: v.Expr, offset: v.Expr) -> None:
-        v.store(ring.results, first + v.wide(request), plan.pending, 1)
-        store(request, 0, head)
+        v.store(own.results, first + v.wide(request), own.pending, 1)
+        store(request, 0, own.head)
         store(request, 1, offset)
-        store(request, 2, vectors + v.wide(vector) * 16)
-        store(request, 4, first_name + v.wide(request))
+        store(request, 2, own.vectors_address + v.wide(vector) * 16)
+        store(request, 4, own.first_name + v.wide(request))
         for word in range(5, ENTRY_WORDS):
             store(request, word, T.int64(0))
 
     def grow(request: v.Expr, size: v.Expr) -> None:
         store(request, 3, v.wide(size))
 
-    requests = plan.emit(begin, grow)
-    with T.serial(plan.count - requests) as left:
-        v.store(ring.results, first + v.wide(requests + left), T.int64(0), 1)
+    requests = _plan(own, begin, grow)
+    with T.serial(own.count - requests) as left:
+        v.store(own.results, first + v.wide(requests + left), T.int64(0), 1)
         store(requests + left, 0, T.int64(0))
-    v.store(ring.control, RingControl.NAMED, first_name + v.wide(plan.count), 1)
-    ring.emit_drive(T.int32(0), T.int32(0), plan.pending, found)
-    v.store(found, 3, requests, 1)
+    v.store(own.control, RingControl.NAMED, own.first_name + v.wide(own.count), 1)
+    _Ring(architecture, own).emit_drive(T.int32(0), T.int32(0))
+    v.store(own.found, 3, requests, 1)
 
 
 def _cut(value: v.Expr) -> v.Expr:
@@ -213,19 +176,12 @@ def _cut(value: v.Expr) -> v.Expr:
 
 
 class _Ring:
-    def __init__(self, architecture: str, take: Parameters, slots: str = "slots") -> None:
-        """``slots``: name of the array of submitted entries."""
-        self._is_weak = architecture == "aarch64"
-        self.control = take.take_given_array("control", "int64")
-        self._words = take.take_given_array("words", "uint32")
-        self._slots = take.take_given_array(slots, "int64")
-        self.pool = take.take_given_array("pool", "int64")
-        self.results = take.take_given_array("results", "int64")
+    def __init__(self, architecture: str, own: Given) -> None:
+        self._is_weak, self._own = architecture == "aarch64", own
+        self._control, self._words, self._slots = own.control, own.words, own.ring_slots
 
-    def emit_drive(
-        self, begin: v.Expr, end: v.Expr, pending_value: v.Expr, found: v.Buffer
-    ) -> None:
-        control = self.control
+    def emit_drive(self, begin: v.Expr, end: v.Expr) -> None:
+        control, results, found = self._control, self._own.results, self._own.found
         failed, is_over, pending = (v.Cell(T.int32(0)) for _ in range(3))
         self.emit_note()
         deferred = v.let(control[RingControl.DEFERRED])
@@ -234,7 +190,7 @@ class _Ring:
         with T.While(is_over.get() == 0):
             pending.set(T.int32(0))
             with T.serial(end - begin) as place:
-                is_pending = self.results[begin + place] == pending_value
+                is_pending = results[begin + place] == self._own.pending
                 pending.set(pending.get() + T.Select(is_pending, T.int32(1), T.int32(0)))
             self.emit_push(pending.get())
             queued = v.let(self.count(RingControl.TAIL, RingControl.HEAD))
@@ -264,10 +220,10 @@ class _Ring:
 
     def read(self, which: int) -> v.Expr:
         """A word of the rings, by its place in ``control``."""
-        return v.wide(self._words[self.control[which]])
+        return v.wide(self._words[self._control[which]])
 
     def _write(self, which: int, value: v.Expr) -> None:
-        v.store(self._words, self.control[which], T.cast(_cut(value), "uint32"), 1)
+        v.store(self._words, self._control[which], T.cast(_cut(value), "uint32"), 1)
 
     def count(self, tail: int, head: int) -> v.Expr:
         return _cut(self.read(tail) - self.read(head))
@@ -281,7 +237,7 @@ class _Ring:
             "int64",
             "syscall",
             T.int64(ENTER),
-            self.control[RingControl.DESCRIPTOR],
+            self._control[RingControl.DESCRIPTOR],
             queued,
             least,
             T.int64(GET_EVENTS),
@@ -292,7 +248,7 @@ class _Ring:
         )
 
     def emit_note(self) -> None:
-        control, results = self.control, self.results
+        control, results = self._control, self._own.results
         head = v.let(self.read(RingControl.DONE_HEAD))
         count = v.let(_cut(self.read(RingControl.DONE_TAIL) - head))
         if self._is_weak:
@@ -311,7 +267,7 @@ class _Ring:
 
     def emit_push(self, pending: v.Expr) -> None:
         """Write waiting entries into the ring, up to its depth, if a system call is worth it."""
-        control = self.control
+        control = self._control
         handed = v.Cell(control[RingControl.HANDED_OVER])
         named = v.let(control[RingControl.NAMED])
         tail = v.Cell(self.read(RingControl.TAIL))
@@ -325,10 +281,10 @@ class _Ring:
             with T.While(T.And(handed.get() < named, _cut(tail.get() - done) < depth)):
                 source = v.let(T.bitwise_and(handed.get(), names) * T.int64(ENTRY_WORDS))
                 handed.set(handed.get() + T.int64(1))
-                with T.If(self.pool[source] != T.int64(0)), T.Then():
+                with T.If(self._own.pool[source] != T.int64(0)), T.Then():
                     target = v.let(T.bitwise_and(tail.get(), mask) * T.int64(ENTRY_WORDS))
                     for word in range(ENTRY_WORDS):
-                        v.store(self._slots, target + word, self.pool[source + word], 1)
+                        v.store(self._slots, target + word, self._own.pool[source + word], 1)
                     tail.set(tail.get() + T.int64(1))
             v.store(control, RingControl.HANDED_OVER, handed.get(), 1)
             # The system call that follows makes the kernel see entries before the tail.

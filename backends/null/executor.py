@@ -14,20 +14,19 @@ from pi2.backends.protocol import BuildRequest
 from pi2.backends.reference.executor import NumpyInterpreter, ReferenceExecutor
 from pi2.backends.reference.instructions import elements
 from pi2.backends.reference.instructions.arguments import Arguments
-from pi2.backends.units import DenseUnit, UnitRequest, WholeModel, WholeRequest
+from pi2.backends.units import NumberedUnit, UnitRequest, WholeModel, WholeRequest
 from pi2.plan.arithmetic.sizes import LOGIT_ROWS
 from pi2.plan.documents.model import Model
 from pi2.plan.documents.plan import KvType
 from pi2.plan.weights.layout import Tensor
 
 
-class NullUnit(DenseUnit):
+class NullUnit(NumberedUnit[F32]):
     """A `pi2.backends.units.DenseUnit` without arithmetic."""
 
     def __init__(self, request: UnitRequest) -> None:
+        super().__init__(request)
         self._rows = {name: rows for name, (rows, *_) in request.share.matrices.items()}
-        self._jobs: dict[int, F32] = {}
-        self._next = 0
 
     def keep(self, layer: int, first: int, bundles: U8) -> None:
         """Forget the neurons."""
@@ -35,24 +34,16 @@ class NullUnit(DenseUnit):
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        return self._begin(*inputs.shape)
+        return self._begin(np.zeros(inputs.shape, np.float32))
 
     def multiply(self, name: str, inputs: F32) -> int:
-        return self._begin(len(inputs), self._rows[name])
-
-    def _begin(self, tokens: int, width: int) -> int:
-        number, self._next = self._next, self._next + 1
-        self._jobs[number] = np.zeros((tokens, width), np.float32)
-        return number
+        return self._begin(np.zeros((len(inputs), self._rows[name]), np.float32))
 
     def add(self, job: int, bundles: U8, first: int) -> None:
         """Leave the neurons out."""
 
     def finish(self, job: int) -> F32:
         return self._jobs.pop(job)
-
-    def give_up(self) -> None:
-        self._jobs.clear()
 
     def close(self) -> None:
         """There is nothing to give back."""

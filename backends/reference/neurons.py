@@ -10,7 +10,7 @@ import numpy as np
 
 from pi2.arrays import F32, U8
 from pi2.backends.reference.instructions import elements
-from pi2.backends.units import DenseUnit, UnitFailed, UnitRequest
+from pi2.backends.units import NumberedUnit, UnitFailed, UnitRequest
 from pi2.formats import find_packing
 from pi2.plan.documents.model import Model
 from pi2.plan.weights.bundles import slice_bias, slice_experts, slice_factors, unpack_part
@@ -87,11 +87,11 @@ class _Job:
     pieces: list[Future[tuple[str, float, float]]] = field(default_factory=list)
 
 
-class ThreadUnit(DenseUnit):
+class ThreadUnit(NumberedUnit[_Job]):
     """A `pi2.backends.units.DenseUnit` that computes in a thread of this process."""
 
     def __init__(self, request: UnitRequest) -> None:
-        self._request = request
+        super().__init__(request)
         stride = request.share.bundle.stride
         self._kept = [
             request.allocate(count * stride).reshape(count, stride)
@@ -100,8 +100,6 @@ class ThreadUnit(DenseUnit):
         self._matrices = {
             name: copy_tensor(tensor, request.allocate) for name, tensor in request.tensors.items()
         }
-        self._jobs: dict[int, _Job] = {}
-        self._next = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"pi2-{request.name}")
 
     def offer_room(self, layer: int) -> U8:
@@ -117,25 +115,18 @@ class ThreadUnit(DenseUnit):
     def start(
         self, layer: int, inputs: F32, routes: F32 | None = None, neurons: int | None = None
     ) -> int:
-        assert len(self._jobs) < self._request.share.jobs, "more jobs than were asked for"
-        number, self._next = self._next, self._next + 1
-        job = _Job(
-            layer,
-            inputs.copy(),
-            None if routes is None else routes.copy(),
-            np.zeros(inputs.shape, np.float32),
-        )
-        self._jobs[number] = job
+        weights = None if routes is None else routes.copy()
+        job = _Job(layer, inputs.copy(), weights, np.zeros(inputs.shape, np.float32))
+        number = self._begin(job)
         kept = self._kept[layer][:neurons]
         if len(kept):
             self._submit(job, kept, 0, f"layer {layer}: {len(kept)} kept neurons")
         return number
 
     def multiply(self, name: str, inputs: F32) -> int:
-        number, self._next = self._next, self._next + 1
         total = np.zeros((len(inputs), self._matrices[name].rows), np.float32)
         job = _Job(-1, inputs.copy(), None, total)
-        self._jobs[number] = job
+        number = self._begin(job)
         job.pieces.append(self._pool.submit(self._multiply, job, name))
         return number
 
@@ -186,7 +177,7 @@ class ThreadUnit(DenseUnit):
                 piece.cancel()
         # Pieces are computed in their order, also one that an interrupt has kept out of the lists.
         self._pool.submit(int).result()
-        self._jobs.clear()
+        super().give_up()
 
     def close(self) -> None:
         self._jobs.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -70,6 +70,54 @@ def choose_checks(features: Set[str]) -> CheckInstruction | None:
     if "avx2" in features:
         return "pclmulqdq"
     return "crc32x" if "dotprod" in features else None
+
+
+_RUNS = "vectors firsts counts offsets"
+_PLAN = f"count base stride address gap scratch most pending indices slots {_RUNS} sizes requests"
+_RING = "control words ring_slots pool results"
+_TABLES = "candidates held slot_of owner use_counts scores used_at"
+LOOPS: Mapping[str, tuple[str, str]] = {
+    "unite_named": ("number neurons ends flat named united", "found"),
+    "find_neurons": (
+        "count room first_hot end_hot hot_slot size first_key first_cold clock listed_at weight "
+        f"growth sieves least near zero allowance marks row indices {_TABLES} lists",
+        "found masses",
+    ),
+    "place_neurons": (
+        f"count size first_key first_cold clock listed_at weight missing {_TABLES} given",
+        "found",
+    ),
+    "plan_reads": (f"{_PLAN} results", "found"),
+    "read_runs": (f"fd start step requests_end {_RUNS} results", ""),
+    "submit_reads": (f"{_PLAN} head first_name vectors_address {_RING}", "found"),
+    "fill_entries": ("count head address first_name firsts counts offsets entries", ""),
+    "drive_ring": (f"begin end pending {_RING}", "found"),
+    "compute_checks": ("count stride arena slots checks", "table"),
+}
+"""What every call of a loop gives, in its order; and its arrays that stay the same."""
+
+
+def _list_types(**names: str) -> dict[str, str]:
+    return {name: kind for kind, own in names.items() for name in own.split()}
+
+
+NUMBERS: Mapping[str, str] = _list_types(
+    int64="base stride address scratch pending head first_name vectors_address clock listed_at",
+    float64="weight growth allowance",
+    float32="least near zero",
+)
+"""Types of numbers among them that are no int32."""
+ARRAYS: Mapping[str, str] = _list_types(
+    int32="ends flat united row indices candidates slot_of lists missing given slots firsts counts "
+    "requests",
+    int64="named owner used_at vectors offsets sizes results entries control ring_slots pool",
+    float32="marks use_counts scores",
+    uint8="held arena",
+    uint32="words checks",
+)
+"""Types of arrays among them; the others are numbers."""
+KEPT = {"found": ("int32", FOUND), "masses": ("float64", MASSES), "table": ("uint32", 256)}
+"""Types and sizes of arrays that stay the same."""
 
 
 class RingControl(IntEnum):
@@ -211,43 +259,19 @@ class HostLoops:
     def __init__(self, library: Library) -> None:
         self._found: I32 = _align(np.zeros(FOUND, np.int32))
         self._masses: F64 = _align(np.zeros(MASSES, np.float64))
-        found = {"found": library.wrap(self._found)}
-        runs = "vectors firsts counts offsets"
-        numbers = "count base stride address gap scratch most pending"
-        plan = f"{numbers} indices slots {runs} sizes requests"
-        self._read = library.bind("read_runs", f"fd start step requests {runs} results")
-        self._plan = library.bind("plan_reads", f"{plan} results", found)
-        self._submit = library.bind(
-            "submit_reads",
-            f"{plan} head first_name vectors_address control words ring_slots pool results",
-            found,
-        )
-        self._fill = library.bind(
-            "fill_entries", "count head address first_name firsts counts offsets entries"
-        )
-        self._drive = library.bind(
-            "drive_ring", "begin end pending control words slots pool results", found
-        )
-        uses = "counts scores used_at"
-        self._find = library.bind(
-            "find_neurons",
-            "count room first_hot end_hot hot_slot size first_key first_cold clock listed_at "
-            "weight growth sieves least beside zero allowance "
-            f"marks row indices candidates held slot_of owner {uses} lists",
-            {**found, "masses": library.wrap(self._masses)},
-        )
-        self._unite = library.bind("unite_named", "lists neurons ends flat named united", found)
-        self._place = library.bind(
-            "place_neurons",
-            "count size first_key first_cold clock listed_at weight "
-            f"missing candidates held slot_of owner {uses} given",
-            found,
-        )
-        self._check = None
         self._table: U32 = _align(_list_remainders())
-        if "compute_checks" in library.signatures:
-            table = {"table": library.wrap(self._table)}
-            self._check = library.bind("compute_checks", "count stride arena slots checks", table)
+        own = {"found": self._found, "masses": self._masses, "table": self._table}
+        bound = {name: library.wrap(array) for name, array in own.items()}
+        calls = {
+            name: library.bind(name, given, bound)
+            for name, (given, _) in LOOPS.items()
+            if name in library.signatures
+        }
+        self._unite, self._find = calls["unite_named"], calls["find_neurons"]
+        self._place, self._plan = calls["place_neurons"], calls["plan_reads"]
+        self._read, self._submit = calls["read_runs"], calls["submit_reads"]
+        self._fill, self._drive = calls["fill_entries"], calls["drive_ring"]
+        self._check = calls.get("compute_checks")
 
     def read_runs(
         self, fd: int, vectors: I64, firsts: I32, counts: I32, offsets: I64, results: I64

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pi2.backends.compiler.compile import MissingTool
 from pi2.backends.gpu.arrays import Memory
 from pi2.backends.gpu.instructions import Translator
-from pi2.backends.gpu.kernels.compile import (
-    MissingCompiler,
-    build_image,
-    find_nvrtc,
-    generate_sources,
-    list_kernels,
-)
+from pi2.backends.gpu.kernels.compile import build_image, find_nvrtc, generate_sources, list_kernels
 from pi2.backends.gpu.kernels.specification import (
     FfnKernels,
     GpuSpec,
@@ -104,7 +99,7 @@ def test_cubins_hold_every_kernel_for_their_architecture(
 ) -> None:
     try:
         find_nvrtc()
-    except MissingCompiler as error:
+    except MissingTool as error:
         pytest.skip(f"{error}; pip install 'pi2[cuda]'")
     spec = make(arch)
     image = build_image(list(list_kernels(spec)), spec.target)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from pi2.backends.gpu import dense_unit
+from pi2.backends.gpu import launches
 from pi2.backends.gpu.dense_unit import GpuUnit
 from pi2.backends.gpu.kernels.ffn import make_values
 from pi2.backends.gpu.kernels.specification import FfnKernels
@@ -31,7 +31,7 @@ def make(
 ) -> GpuUnit:  # fmt: skip
     """A unit on the device, which stays open when it is closed."""
     patch.setattr(launcher, "close", lambda: None)
-    patch.setattr(dense_unit, "open_unit", lambda unit: launcher)
+    patch.setattr(launches, "open_unit", lambda unit: launcher)
     ffn = neurons.ffn
     experts = SimpleNamespace(weighs="input" if ffn.weighs_input else "output")
     model: Any = SimpleNamespace(

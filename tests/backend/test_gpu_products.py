@@ -118,8 +118,7 @@ def test_embeddings_are_rows_of_the_matrix(launcher: Launcher, precision: Precis
 
 def make_half_kernel() -> c.Kernel:
     """``wide`` becomes the number of every pair of bytes of ``words``, ``narrow`` their bits."""
-    kernel = c.Kernel("halves", (64, 1, 1))
-    with kernel.declare():
+    with c.Kernel.declare("halves", (64, 1, 1)) as kernel:
         words = kernel.take_array("words", "uint32")
         wide = kernel.take_array("wide", "float32")
         values = kernel.take_array("values", "float32")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pi2.backends.gpu import dense_unit
+from pi2.backends.gpu import launches
 from pi2.backends.gpu.arrays import Memory, UnitArrays
 from pi2.backends.gpu.dense_unit import GpuUnit
 from pi2.backends.gpu.launchers.interface import Launcher
@@ -20,7 +20,7 @@ from tests.helpers.dense_units import Neurons, make_neurons
 def make(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[Neurons], GpuUnit]:
     """Units on the device, which stays open when they are closed."""
     monkeypatch.setattr(launcher, "close", lambda: None)
-    monkeypatch.setattr(dense_unit, "open_unit", lambda unit: launcher)
+    monkeypatch.setattr(launches, "open_unit", lambda unit: launcher)
     return lambda neurons: GpuUnit(neurons.request((30, 7)))
 
 

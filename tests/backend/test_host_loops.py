@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi2.backends.host import load_host_loops
-from pi2.backends.host.program import emit_compute_checks
+from pi2.backends.host.program import emit_compute_checks, emit_loop
 from pi2.machine.cpu import detect_cpu
 from pi2.memory import uring
 from pi2.memory.budget import Budget
@@ -295,10 +295,12 @@ def test_instructions_for_checks_are_chosen_where_they_are_certain() -> None:
 def test_checks_under_emulation_are_those_of_zlib(tmp_path: Path) -> None:
     arena = np.random.default_rng(0).integers(0, 256, (5, 192)).astype(np.uint8)
     slots, found = np.array([4, 0, 2], np.int32), np.zeros(3, np.uint32)
-    emit = functools.partial(emit_compute_checks, "crc32x")
+    emit = functools.partial(
+        emit_loop, "compute_checks", functools.partial(emit_compute_checks, "crc32x")
+    )
     spec = HostSpec(checks="crc32x")
     emulated = Emulated(
         generate(spec, "aarch64", "compute_checks", emit), "compute_checks", tmp_path
     )
-    emulated(3, np.int64(192), arena, slots, np.zeros(256, np.uint32), found)
+    emulated(3, np.int64(192), arena, slots, found, np.zeros(256, np.uint32))
     assert found.tolist() == [zlib.crc32(arena[slot]) for slot in slots]

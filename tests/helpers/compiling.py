@@ -26,33 +26,29 @@ import pytest
 
 from pi2.backends.blocks.contract import BlockSpec
 from pi2.backends.compiler.cache import start_compiler
-from pi2.backends.compiler.signature import LIBRARIES
-from pi2.backends.gpu.launches import IMAGES
-from pi2.backends.hexagon.specification import PROGRAMS
+from pi2.backends.gpu.kernels.specification import GpuSpec
+from pi2.backends.hexagon.specification import HexagonSpec
 from pi2.backends.kernels.spec import KernelSpec
 from pi2.caches import find_cache_folder
 from pi2.memory.host_loops import HostSpec
 
 QUICK = "PI2_TESTS_COMPILE_QUICKLY"
-FORKED = {
-    LIBRARIES.module: "pi2.backends.compiler.compile",
-    **{compiler.module: compiler.module for compiler in (PROGRAMS, IMAGES)},
-}
-"""Modules of compilers, and those whose ``main`` a forked process calls."""
+PROGRAMS = [own.program for own in (BlockSpec, KernelSpec, HostSpec, GpuSpec, HexagonSpec)]
+COMPILER = "pi2.backends.compiler.compile"
+"""The module whose ``main`` a forked process calls."""
 
 
 class LoadedCompiler:
     """A process forked from one that has TVM, with what the cache uses of a `subprocess.Popen`."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str],
+        self, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str],
         objects: Path,
     ) -> None:  # fmt: skip
         context = _start_server(environment["PYTHONPATH"])
         reader, writer = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_compile,
-            args=(module, list(arguments), dict(environment), writer, errors.name, objects),
+            target=_compile, args=(list(arguments), dict(environment), writer, errors.name, objects)
         )
         self._process.start()
         writer.close()
@@ -83,8 +79,7 @@ class LoadedCompiler:
 def _start_server(python_path: str) -> ForkServerContext:
     """Let the server, which starts with the first process, find pi2 where the tests have it."""
     context = multiprocessing.get_context("forkserver")
-    programs = (BlockSpec.program, KernelSpec.program, HostSpec.program)
-    context.set_forkserver_preload([*FORKED.values(), *programs])
+    context.set_forkserver_preload([COMPILER, *PROGRAMS])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = python_path
     try:
@@ -102,21 +97,19 @@ def _do_nothing() -> None:
 
 
 def _compile(
-    module: str, arguments: list[str], environment: dict[str, str], output: Connection, errors: str,
+    arguments: list[str], environment: dict[str, str], output: Connection, errors: str,
     objects: Path,
 ) -> None:  # fmt: skip
     """The compiler's main function, except that it takes known functions' code from ``objects``."""
-    compiler = importlib.import_module(module)
+    compiler = importlib.import_module(COMPILER)
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(output.fileno(), 1)
     with open(errors, "a") as stream:
         os.dup2(stream.fileno(), 2)
-    if module == FORKED[LIBRARIES.module]:
-        for user in (compiler, importlib.import_module(arguments[0])):
-            for name in {"generate", "generate_plain"} & vars(user).keys():
-                once = partial(_generate_once, objects, getattr(user, name))
-                patch.object(user, name, once).start()
+    for user in (compiler, importlib.import_module(arguments[0])):
+        for name in {"generate", "generate_plain"} & vars(user).keys():
+            patch.object(user, name, partial(_generate_once, objects, getattr(user, name))).start()
     status = compiler.main(arguments)
     sys.stdout.flush()
     os._exit(status)
@@ -154,14 +147,13 @@ def _generate_once(
 
 
 def start_loaded_compiler(
-    objects: Path, module: str, arguments: Sequence[str], errors: TextIO,
-    environment: Mapping[str, str],
+    objects: Path, arguments: Sequence[str], errors: TextIO, environment: Mapping[str, str],
 ) -> object:  # fmt: skip
     """Start a compiler by forking, or as ever where a test gives it modules of its own;
     ``objects``: a folder for the code of functions."""
-    if module not in FORKED or os.pathsep in environment["PYTHONPATH"]:
-        return start_compiler(module, arguments, errors, environment)
-    return LoadedCompiler(FORKED[module], arguments, errors, environment, objects)
+    if os.pathsep in environment["PYTHONPATH"]:
+        return start_compiler(arguments, errors, environment)
+    return LoadedCompiler(arguments, errors, environment, objects)
 
 
 def make_common_folder(factory: pytest.TempPathFactory, name: str) -> Path:

@@ -147,7 +147,7 @@ def check_arrays(model: pi2.LoadedModel) -> None:
     if isinstance(layers, GpuModel):
         memory = Memory()
         ModelArrays(memory, describe_use(plan), is_real=False)
-        assert layers._enter().allocated_bytes == memory.device_bytes
+        assert layers._device.launcher.allocated_bytes == memory.device_bytes
     if not isinstance(layers, LayerModel) or not isinstance(layers.executor, CpuExecutor):
         return
     program, cpu = layers.executor.program, detect_cpu()

@@ -17,7 +17,7 @@ from pi2.backends.hexagon.arrays import (
 )
 from pi2.backends.hexagon.packing import Arrays, find_top_multiplier, pack_tokens
 from pi2.backends.hexagon.session import Session, find_unit_obstacles
-from pi2.backends.hexagon.specification import PROGRAMS, FfnGraph, HexagonSpec, ProductGraph, Room
+from pi2.backends.hexagon.specification import ELF, FfnGraph, HexagonSpec, ProductGraph, Room
 from pi2.formats import find_packing
 from pi2.plan.documents.device import Unit
 from pi2.plan.weights.layout import GROUP, Precision, round_up
@@ -69,7 +69,7 @@ class Bench:
 
     def __init__(self, spec: HexagonSpec, size: int = 1 << 22) -> None:
         self.spec = spec
-        library = load_or_compile(spec, ignore_progress, PROGRAMS)
+        library = load_or_compile(spec, ignore_progress, ELF)
         self.session = Session(str(library), len(spec.index), size, emulated=True)
         self._end = 0
 

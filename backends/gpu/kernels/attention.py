@@ -133,9 +133,8 @@ def emit_keep(own: Arguments) -> None:
             target.put(shared, thread, target.find(sequence, head, position))
 
 
-def _take_spans(own: Arguments) -> list[c.Buffer]:
-    """Declare the sums of spans, and their largest scores with sums of weights."""
-    return [own.kernel.take_array(name, "float32") for name in ("span_sums", "span_tops")]
+_SPANS = "span_sums span_tops"
+"""Sums of spans, and their largest scores with sums of weights."""
 
 
 def emit_attend(own: Arguments) -> None:
@@ -145,7 +144,7 @@ def emit_attend(own: Arguments) -> None:
     words = -(-own.value_width // each)
     slices, columns = max(1, _KEYS // words), -(-words // _KEYS)
     """Parts of the keys, and words of a value that a thread has."""
-    spans, partials = own.spans, _take_spans(own)
+    spans, partials = own.spans, own.kernel.take_arrays(_SPANS)
     keys, values = Kept.of(own, "key", own.key_width), Kept.of(own, "value", own.value_stride)
     with own.kernel.run(Axis(times=own.heads, number="spans"), Axis(number="tokens")) as place:
         token, thread = place.group[1], place.thread[0]
@@ -203,7 +202,7 @@ def emit_attend(own: Arguments) -> None:
                             cell.add(value * scaled)
             c.wait_for_group()
         row = c.let((span * own.tokens + token) * own.heads + head)
-        _emit_partial(own, partials, _Found(sums, total, top), slices, thread, row)
+        _emit_partial(own, partials, (sums, total, top), slices, thread, row)
 
 
 def _find_first(position: c.Expr, window: c.Expr, *, is_chunked: bool) -> c.Expr:
@@ -229,19 +228,16 @@ def _emit_score(keys: Kept, vector: c.Expr, inside: c.Expr, query: c.Buffer, cap
     return score
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Sums of weighted values of a span, the total of weights and the largest score."""
-
-    sums: list[list[c.Cell]]
-    total: c.Cell
-    top: c.Cell
-
-
 def _emit_partial(
-    own: Arguments, spans: list[c.Buffer], found: _Found, slices: int, thread: c.Expr, row: c.Expr
+    own: Arguments,
+    spans: list[c.Buffer],
+    found: tuple[list[list[c.Cell]], c.Cell, c.Cell],
+    slices: int,
+    thread: c.Expr,
+    row: c.Expr,
 ) -> None:
-    each, size, sums = _EACH[own.step.format], own.value_width, found.sums
+    """Write sums of weighted values of a span, the total of weights, and the largest score."""
+    each, size, (sums, total, top) = _EACH[own.step.format], own.value_width, found
     words = -(-size // each)
     partials, tops = spans
     # The last place of a slice is its sum of weights.
@@ -255,7 +251,7 @@ def _emit_partial(
             for index, cell in enumerate(cells):
                 c.store(shared, base + (column + number * _KEYS) * each + index, cell.get())
         with c.when(column == 0):
-            c.store(shared, base + pitch, found.total.get())
+            c.store(shared, base + pitch, total.get())
     c.wait_for_group()
 
     def add_up(element: c.Expr) -> c.Expr:
@@ -267,7 +263,7 @@ def _emit_partial(
     with c.walk(size, thread, _KEYS) as element:
         c.store(partials, row * size + element, add_up(element))
     with c.when(thread == 0):
-        c.store(tops, row * 2, found.top.get())
+        c.store(tops, row * 2, top.get())
         c.store(tops, row * 2 + 1, add_up(T.int32(pitch)))
 
 
@@ -275,7 +271,7 @@ def emit_join(own: Arguments) -> None:
     """A thread joins the spans of an element."""
     own.kernel.block = (_KEYS, 1, 1)
     size = own.value_width
-    partials, tops = _take_spans(own)
+    partials, tops = own.kernel.take_arrays(_SPANS)
     groups = Axis(times=-(-own.heads * size // _KEYS))
     with own.kernel.run(groups, Axis(number="tokens")) as place:
         token = place.group[1]

@@ -26,6 +26,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx import Shuffle
 from tvm.tirx.script import builder as T
 
+from pi2.backends.compiler import vectors as v
 from pi2.backends.gpu.kernels.specification import ONCE, Axis, NumberType
 from pi2.formats import find_packing
 from pi2.plan.weights.layout import GROUP, Precision
@@ -35,18 +36,12 @@ Buffer = Any
 Read = Callable[[Expr], Expr]
 
 
-class Cell:
+class Cell(v.Cell):
     """A variable of a thread."""
 
     def __init__(self, start: Expr) -> None:
         self._cell = T.alloc_buffer((1,), start.ty.dtype, scope="local")
         self.set(start)
-
-    def get(self) -> Expr:
-        return self._cell[0]
-
-    def set(self, value: Expr) -> None:
-        T.buffer_store(self._cell, value, [0])
 
     def add(self, value: Expr) -> None:
         self.set(self.get() + value)
@@ -185,20 +180,28 @@ class Kernel:
     function: tvm.tirx.PrimFunc | None = None
     _expressions: dict[str, Expr] = field(default_factory=dict)
 
+    @classmethod
     @contextmanager
-    def declare(self) -> Iterator[None]:
-        """Declare the kernel: parameters first, then `run`."""
+    def declare(cls, name: str, block: tuple[int, int, int]) -> Iterator[Kernel]:
+        """Declare a kernel: parameters first, then `run`."""
+        kernel = cls(name, block)
         with IRBuilder() as builder:
             with T.prim_func(s_tir=True):
-                T.func_name(self.name)
-                T.func_attr({"global_symbol": self.name, "tirx.noalias": True})
-                yield
-        self.function = builder.get()
+                T.func_name(name)
+                T.func_attr({"global_symbol": name, "tirx.noalias": True})
+                yield kernel
+        kernel.function = builder.get()
 
-    def take_array(self, name: str, dtype: str) -> Buffer:
+    def take_arrays(self, names: str, dtype: str = "float32") -> list[Buffer]:
+        return [self.take_array(name, dtype) for name in names.split()]
+
+    def take_array(self, name: str, dtype: str = "float32") -> Buffer:
         self.arrays[name] = dtype
         handle = T.arg(f"{name}_handle", T.handle())
         return IRBuilder.name(name, T.match_buffer(handle, (T.int32(),), dtype, align=16))
+
+    def take_numbers(self, names: str) -> list[Expr]:
+        return [self.take_number(name) for name in names.split()]
 
     def take_number(self, name: str, dtype: NumberType = "int32") -> Expr:
         self.numbers[name] = dtype

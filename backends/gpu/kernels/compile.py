@@ -1,22 +1,17 @@
-"""Compile GPU kernels: ``python -m pi2.backends.gpu.kernels.compile PROGRAM SPEC.json IMAGE.json``;
-PROGRAM is this module's name.
+"""The compiler of GPU kernels: sources of all APIs, and cubins for CUDA."""
 
-Runs in a process of its own, because the compiler library is far too large for a process that
-promises a memory budget.  Writes one JSON object per line to stdout: ``{"label", "share"}`` while
-it works.  Exit status 3 and ``{"missing": "..."}``: a compiler of the API is not installed."""
+from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tvm
 from tvm import tirx
 
+from pi2.backends.compiler.compile import MissingTool, Report
 from pi2.backends.gpu.kernels import attention, elements, routing, states
 from pi2.backends.gpu.kernels.arguments import Arguments
 from pi2.backends.gpu.kernels.code import Kernel
@@ -62,8 +57,7 @@ def make_step(step: StepKernel, fp16: bool) -> Kernel:
     """Make the kernel of an instruction: functions ``emit_NAME`` of modules."""
     name = f"emit_{step.kernel}"
     emit = next(found for module in _MODULES if (found := getattr(module, name, None)))
-    kernel = Kernel(step.name, (_THREADS, 1, 1))
-    with kernel.declare():
+    with Kernel.declare(step.name, (_THREADS, 1, 1)) as kernel:
         emit(Arguments(kernel, step, fp16))
     return kernel
 
@@ -96,12 +90,8 @@ template <class X, class Y> struct conditional<false, X, Y> { typedef Y type; };
 _HEADERS = {"cuda/std/cstdint": _CSTDINT, "cuda/std/type_traits": _TYPE_TRAITS}
 
 
-class MissingCompiler(Exception):
-    """A compiler is not installed; the text says which and how to get it."""
-
-
 def compile_cubin(source: str, arch: str) -> bytes:
-    """The cubin of ``source`` for ``arch`` (``sm_80``); raises `MissingCompiler`, or RuntimeError
+    """The cubin of ``source`` for ``arch`` (``sm_80``); raises `MissingTool`, or RuntimeError
     with NVRTC's log."""
     nvrtc, headers = find_nvrtc()
     _, program = _check(
@@ -130,32 +120,26 @@ def compile_cubin(source: str, arch: str) -> bytes:
 
 
 def find_nvrtc() -> tuple[Any, Path]:
-    """Return the bindings of NVRTC and the folder of CUDA's headers; raises `MissingCompiler`."""
+    """Return the bindings of NVRTC and the folder of CUDA's headers; raises `MissingTool`."""
     try:
         from cuda.bindings import nvrtc
 
         _check(nvrtc.nvrtcVersion())
     except (ImportError, RuntimeError, OSError) as error:
-        raise MissingCompiler(f"NVRTC, CUDA's compiler, cannot be used ({error})") from error
+        raise MissingTool(f"NVRTC, CUDA's compiler, cannot be used ({error})") from error
     package = importlib.util.find_spec("nvidia")
     folders = [] if package is None else list(package.submodule_search_locations or [])
     places = [path.parent for folder in folders for path in Path(folder).glob(f"*/*/{_HEADER}")]
     for place in (*places, _TOOLKIT):
         if (place / _HEADER).exists():
             return nvrtc, place
-    raise MissingCompiler(f"CUDA's headers ({_HEADER}) are not installed")
+    raise MissingTool(f"CUDA's headers ({_HEADER}) are not installed")
 
 
 def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
     if int(result[0]):
         raise RuntimeError(str(result[0]))
     return result
-
-
-MISSING_COMPILER = 3
-"""Exit status where the API's compiler is not installed."""
-
-Report = Callable[[str, float], None]
 
 
 def make_target(target: Target) -> tvm.target.Target:
@@ -204,7 +188,7 @@ def describe_kernel(kernel: Kernel, parameters: Sequence[str], code: int) -> Sig
 def build_image(
     kernels: Sequence[Kernel], target: Target, report: Report = lambda label, share: None
 ) -> KernelImage:
-    """Compile ``kernels``; raises `MissingCompiler`."""
+    """Compile ``kernels``; raises `MissingTool`."""
     # A WGSL source holds one kernel: the numbers of all would have the same name.
     together = [[kernel] for kernel in kernels] if target.api == "webgpu" else [list(kernels)]
     codes: list[bytes] = []
@@ -222,26 +206,17 @@ def build_image(
     return KernelImage(api=target.api, codes=tuple(codes), kernels=signatures)
 
 
-def main(arguments: list[str]) -> int:
-    """Compile; see the module's docstring."""
-    spec_path, output = Path(arguments[1]), Path(arguments[2])
-
-    def report(label: str, share: float) -> None:
-        print(json.dumps({"label": label, "share": share}), flush=True)
-
-    report("loading the compiler", 0.0)
-    try:
-        spec = GpuSpec.from_json(spec_path.read_text())
-        image = build_image(list(list_kernels(spec)), spec.target, report)
-    except MissingCompiler as error:
-        print(json.dumps({"missing": str(error)}), flush=True)
-        return MISSING_COMPILER
-    output.write_text(image.to_json())
-    return 0
+def read_program(text: str) -> Program:
+    return Program(GpuSpec.from_json(text))
 
 
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    # The compiler library's clean-up at exit takes time and serves nothing.
-    os._exit(status)
+class Program:
+    """Kernels for a device."""
+
+    def __init__(self, spec: GpuSpec) -> None:
+        self._spec = spec
+
+    def write_file(self, output: Path, report: Report) -> None:
+        """Write the image; raises `MissingTool`."""
+        image = build_image(list(list_kernels(self._spec)), self._spec.target, report)
+        output.write_text(image.to_json())

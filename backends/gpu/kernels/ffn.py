@@ -64,8 +64,8 @@ class Epilogue:
 
     def __init__(self, kernel: c.Kernel, ffn: FfnKernels) -> None:
         self._ffn = ffn
-        self._biases = kernel.take_array("biases", "float32") if ffn.options.bias else None
-        self._routes = kernel.take_array("routes", "float32") if ffn.experts else None
+        self._biases = kernel.take_array("biases") if ffn.options.bias else None
+        self._routes = kernel.take_array("routes") if ffn.experts else None
         self._experts = kernel.take_array("experts", "int32") if ffn.experts else None
 
     def compute(self, neuron: c.Expr, token: c.Expr, products: Sequence[c.Expr]) -> c.Expr:
@@ -89,7 +89,7 @@ class Epilogue:
 
 def _take_values(kernel: c.Kernel, ffn: FfnKernels) -> Store:
     """Declare what values of neurons are made of, and where they go."""
-    epilogue, values = Epilogue(kernel, ffn), kernel.take_array("values", "float32")
+    epilogue, values = Epilogue(kernel, ffn), kernel.take_array("values")
 
     def store(token: c.Expr, rows: c.Expr, row: c.Expr, products: list[c.Expr]) -> None:
         c.store(values, token * rows + row, epilogue.compute(row, token, products))
@@ -114,8 +114,7 @@ def make_values(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
 
 def make_sums(ffn: FfnKernels, fp16: bool, count: int) -> c.Kernel:
     """Make ``sums_N`` for N few tokens."""
-    kernel = c.Kernel(f"sums_{count}", BLOCK)
-    with kernel.declare():
+    with c.Kernel.declare(f"sums_{count}", BLOCK) as kernel:
         neurons = kernel.take_number("count")
         emit_sums(
             *(kernel, ffn, fp16, count, neurons),
@@ -143,10 +142,10 @@ def emit_sums(
     lanes = count_words(ffn.precision) * ELEMENTS // GROUP
     units = ffn.hidden // ELEMENTS
     columns = -(-units // ROWS)
-    values = kernel.take_array("values", "float32")
+    values = kernel.take_array("values")
     weights = Weights.take(kernel, "down", ffn.precision, lanes, fp16)
-    partials = kernel.take_array("partials", "float32")
-    tokens, parts = kernel.take_number("tokens"), kernel.take_number("parts")
+    partials = kernel.take_array("partials")
+    tokens, parts = kernel.take_numbers("tokens parts")
     with kernel.run(Axis(times=columns, number="parts"), Axis(number="tokens", per=count)) as place:
         lane, slice_number, _ = place.thread
         part = c.let(T.floordiv(place.group[0], columns))
@@ -222,12 +221,9 @@ def find_element(precision: Precision, unit: c.Expr, index: c.Expr) -> c.Expr:
 
 
 def make_join(ffn: FfnKernels) -> c.Kernel:
-    kernel = c.Kernel("join", (_JOINED, 1, 1))
-    with kernel.declare():
-        partials = kernel.take_array("partials", "float32")
-        sums = kernel.take_array("sums", "float32")
-        tokens, parts = kernel.take_number("tokens"), kernel.take_number("parts")
-        adds = kernel.take_number("adds")
+    with c.Kernel.declare("join", (_JOINED, 1, 1)) as kernel:
+        partials, sums = kernel.take_arrays("partials sums")
+        tokens, parts, adds = kernel.take_numbers("tokens parts adds")
         with kernel.run_elements(ffn.hidden) as (element, token):
             index = c.let(token * ffn.hidden + element)
             total = c.Cell(c.number(0.0))
@@ -240,15 +236,13 @@ def make_join(ffn: FfnKernels) -> c.Kernel:
 
 
 def make_many_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    kernel = c.Kernel(f"sums_{many.TOKENS}", many.TILE_BLOCK)
     groups = ffn.hidden // GROUP
     columns = -(-ffn.hidden // many.COLUMNS)
-    with kernel.declare():
-        values = kernel.take_array("values", "float32")
+    with c.Kernel.declare(f"sums_{many.TOKENS}", many.TILE_BLOCK) as kernel:
+        values = kernel.take_array("values")
         weights = Weights.take(kernel, "down", ffn.precision, 1, fp16)
-        partials = kernel.take_array("partials", "float32")
-        neurons, tokens = kernel.take_number("count"), kernel.take_number("tokens")
-        parts = kernel.take_number("parts")
+        partials = kernel.take_array("partials")
+        neurons, tokens, parts = kernel.take_numbers("count tokens parts")
         with kernel.run(
             Axis(times=columns, number="parts"), Axis(number="tokens", per=many.TOKENS)
         ) as place:

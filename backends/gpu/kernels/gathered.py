@@ -46,14 +46,12 @@ _THREADS = 256
 
 def make_select(select: SelectKernels) -> c.Kernel:
     """Make ``select``: every thread counts in a range of the neurons, then writes its own."""
-    kernel = c.Kernel("select", (_THREADS, 1, 1))
-    with kernel.declare():
-        scores = kernel.take_array("scores", "float32") if select.scored else None
-        routes = kernel.take_array("routes", "float32") if select.experts else None
+    with c.Kernel.declare("select", (_THREADS, 1, 1)) as kernel:
+        scores = kernel.take_array("scores") if select.scored else None
+        routes = kernel.take_array("routes") if select.experts else None
         order = kernel.take_array("order", "int32") if select.experts else None
-        slots = kernel.take_array("slots", "int32")
-        found = kernel.take_array("found", "int32")
-        size, first_found = kernel.take_number("n"), kernel.take_number("first")
+        slots, found = kernel.take_arrays("slots found", "int32")
+        size, first_found = kernel.take_numbers("n first")
         kernel.take_number("tokens")
         threshold = kernel.take_number("threshold", "float32") if select.scored else None
         with kernel.run(Axis(number="tokens")) as place:
@@ -111,13 +109,12 @@ def list_gathered_kernels(ffn: FfnKernels, fp16: bool) -> Iterator[c.Kernel]:
 
 
 def make_gates(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    kernel = c.Kernel("gates", BLOCK)
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32")
+    with c.Kernel.declare("gates", BLOCK) as kernel:
+        inputs = kernel.take_array("inputs")
         weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
-        biases = kernel.take_array("biases", "float32") if ffn.options.bias else None
+        biases = kernel.take_array("biases") if ffn.options.bias else None
         order = kernel.take_array("order", "int32") if ffn.experts else None
-        scores = kernel.take_array("scores", "float32")
+        scores = kernel.take_array("scores")
         most = kernel.take_number("most")
         kernel.take_number("tokens")
         with kernel.run(Axis(number="most", per=SLICES), Axis(number="tokens")) as place:
@@ -140,15 +137,13 @@ def make_gates(ffn: FfnKernels, fp16: bool) -> c.Kernel:
 
 def make_gathered_values(ffn: FfnKernels, fp16: bool) -> c.Kernel:
     """Make ``gathered_values``: 32 threads share a neuron, and read neighbouring words of it."""
-    kernel = c.Kernel("gathered_values", BLOCK)
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32")
+    with c.Kernel.declare("gathered_values", BLOCK) as kernel:
+        inputs = kernel.take_array("inputs")
         weights = Weights.take(kernel, "gate_up", ffn.precision, 1, fp16)
         epilogue = Epilogue(kernel, ffn)
-        slots = kernel.take_array("slots", "int32")
-        found = kernel.take_array("found", "int32")
-        values = kernel.take_array("values", "float32")
-        most, first_found = kernel.take_number("most"), kernel.take_number("first")
+        slots, found = kernel.take_arrays("slots found", "int32")
+        values = kernel.take_array("values")
+        most, first_found = kernel.take_numbers("most first")
         kernel.take_number("tokens")
         with kernel.run(Axis(number="most", per=SLICES), Axis(number="tokens")) as place:
             token = place.group[1]
@@ -172,20 +167,34 @@ def _multiply(
     ffn: FfnKernels,
     weights: Weights,
     inputs: c.Buffer,
-    first: c.Expr,
+    begin: c.Expr,
     slot: c.Expr,
     place: c.Place,
     parts: int,
     busy: c.Expr,
 ) -> list[c.Cell]:
     """Return a thread's sums of the first ``parts`` vectors of a slot, times ``inputs`` from
-    ``first`` on; nothing is read where ``busy`` is 0."""
-    words = ffn.hidden // GROUP * count_words(ffn.precision)
+    ``begin`` on; nothing is read where ``busy`` is 0."""
+    words, groups = count_words(ffn.precision), ffn.hidden // GROUP
+    # Of every word the first element differs alone.
+    elements = place_elements(ffn.precision, 0)
+    step_of_word = place_elements(ffn.precision, 1)[0] - elements[0]
     sums = c.make_zeros(parts)
-    with T.serial(busy * -(-words // ROWS)) as step:
+    with T.serial(busy * -(-groups * words // ROWS)) as step:
         word = c.let(step * ROWS + place.thread[0])
-        with c.when(word < words):
-            _add_word(ffn, weights, inputs, first, slot, word, sums)
+        with c.when(word < groups * words):
+            group, in_group = c.let(T.floordiv(word, words)), c.let(T.floormod(word, words))
+            first = c.let(begin + group * GROUP + in_group * step_of_word)
+            read = [c.let(inputs[first + element]) for element in elements]
+            for part, cell in enumerate(sums):
+                row = c.let(slot * ffn.parts + part)
+                (packed,) = weights.load(row * (groups * words) + word)
+                scale = weights.load_scale(row * groups + group)
+                total = c.Cell(c.number(0.0))
+                numbers = unpack_word(ffn.precision, packed)
+                for value, number in zip(read, numbers, strict=True):
+                    total.add(value * number)
+                cell.add(total.get() * scale)
     return sums
 
 
@@ -209,40 +218,10 @@ def _finish(
         finish(products)
 
 
-def _add_word(
-    ffn: FfnKernels,
-    weights: Weights,
-    inputs: c.Buffer,
-    begin: c.Expr,
-    slot: c.Expr,
-    word: c.Expr,
-    sums: list[c.Cell],
-) -> None:
-    words = count_words(ffn.precision)
-    groups = ffn.hidden // GROUP
-    group = c.let(T.floordiv(word, words))
-    in_group = c.let(T.floormod(word, words))
-    # Of every word the first element differs alone.
-    elements = place_elements(ffn.precision, 0)
-    step = place_elements(ffn.precision, 1)[0] - elements[0]
-    first = c.let(begin + group * GROUP + in_group * step)
-    read = [c.let(inputs[first + element]) for element in elements]
-    for part, cell in enumerate(sums):
-        row = c.let(slot * ffn.parts + part)
-        (packed,) = weights.load(row * (groups * words) + word)
-        scale = weights.load_scale(row * groups + group)
-        total = c.Cell(c.number(0.0))
-        for value, number in zip(read, unpack_word(ffn.precision, packed), strict=True):
-            total.add(value * number)
-        cell.add(total.get() * scale)
-
-
 def make_gathered_sums(ffn: FfnKernels, fp16: bool) -> c.Kernel:
-    kernel = c.Kernel("gathered_sums", BLOCK)
-    with kernel.declare():
-        slots = kernel.take_array("slots", "int32")
-        found = kernel.take_array("found", "int32")
-        most, first = kernel.take_number("most"), kernel.take_number("first")
+    with c.Kernel.declare("gathered_sums", BLOCK) as kernel:
+        slots, found = kernel.take_arrays("slots found", "int32")
+        most, first = kernel.take_numbers("most first")
 
         def count_neurons(token: c.Expr) -> c.Expr:
             return c.let(found[first + token])

@@ -144,17 +144,21 @@ class Panels:
         self.weights = c.share(GROUP * _PITCH)
         self.inputs = c.share(GROUP * _PITCH)
 
-    def store_word(
+    def load_word(
         self,
         weights: Weights,
+        places: tuple[c.Expr, c.Expr],
         word: c.Expr,
-        scale: c.Expr,
-        elements: Sequence[c.Expr],
         first: c.Expr,
-        stride: int,
+        stride: int = _PITCH,
     ) -> None:
-        """Unpack a word of weights; elements go to ``first`` plus multiples of ``stride``."""
-        for element, value in zip(elements, unpack_word(weights.precision, word), strict=True):
+        """Unpack a word of weights; ``places``: the word's, and its scale's. It is number ``word``
+        of its group, whose elements go to ``first`` plus multiples of ``stride``."""
+        at, scale_at = places
+        (packed,) = weights.load(at)
+        scale = weights.load_scale(scale_at)
+        elements = [c.let(element) for element in place_elements(weights.precision, word)]
+        for element, value in zip(elements, unpack_word(weights.precision, packed), strict=True):
             c.store(self.weights, first + element * stride, value * scale)
 
 
@@ -226,11 +230,8 @@ def emit_load_tiles(
         word = c.let(vector * 4 + T.floormod(rest, 4))
         part = c.let(T.Select(strip == 0, strips[0], strips[1]))
         block = c.let(part * groups + group)
-        (packed,) = weights.load(block * (STRIP * words) + in_strip)
-        scale = weights.load_scale(block * STRIP + row)
-        column = c.let(strip * STRIP + row)
-        elements = [c.let(element) for element in place_elements(weights.precision, word)]
-        panels.store_word(weights, packed, scale, elements, column, _PITCH)
+        places = block * (STRIP * words) + in_strip, block * STRIP + row
+        panels.load_word(weights, places, word, c.let(strip * STRIP + row))
 
 
 def emit_load_vectors(
@@ -251,10 +252,7 @@ def emit_load_vectors(
         word = c.let(T.floormod(index, words))
         strip, in_strip = c.let(T.floordiv(column, STRIP)), c.let(T.floormod(column, STRIP))
         block = c.let(find_row(strip, in_strip) * groups + group)
-        (packed,) = weights.load(block * words + word)
-        scale = weights.load_scale(block)
-        elements = [c.let(element) for element in place_elements(weights.precision, word)]
-        panels.store_word(weights, packed, scale, elements, column, _PITCH)
+        panels.load_word(weights, (block * words + word, block), word, column)
 
 
 def emit_load_rows(
@@ -278,11 +276,8 @@ def emit_load_rows(
         # A group beyond the last is read again and not used.
         group = c.let(T.min(first_group + strip, groups - 1))
         block = c.let(read_row(term) * groups + group)
-        (packed,) = weights.load(block * words + word)
-        scale = weights.load_scale(block)
         first = c.let(term * _PITCH + strip * STRIP)
-        elements = [c.let(element) for element in place_elements(weights.precision, word)]
-        panels.store_word(weights, packed, scale, elements, first, 1)
+        panels.load_word(weights, (block * words + word, block), word, first, 1)
 
 
 FEW = (1, 4)
@@ -348,12 +343,11 @@ def make_product(name: str, matrix: Matrix, fp16: bool, count: int) -> c.Kernel:
     """Make ``NAME_N`` for N tokens: few, or `TOKENS`."""
     if count == TOKENS:
         return _multiply_many(name, matrix, fp16)
-    kernel = c.Kernel(f"{name}_{count}", BLOCK)
-    with kernel.declare():
+    with c.Kernel.declare(f"{name}_{count}", BLOCK) as kernel:
         inputs = kernel.take_array("inputs", "float32x4")
         weights = Weights.take(kernel, matrix.name, matrix.precision, VECTOR, fp16)
         store = matrix.make(kernel)
-        rows, tokens = kernel.take_number(matrix.count), kernel.take_number("tokens")
+        rows, tokens = kernel.take_numbers(f"{matrix.count} tokens")
         source = _Inputs(kernel, matrix)
         axes = Axis(number=matrix.count, per=ROWS), Axis(number="tokens", per=count)
         with kernel.run(*axes) as place:
@@ -378,13 +372,12 @@ def make_product(name: str, matrix: Matrix, fp16: bool, count: int) -> c.Kernel:
 
 def _multiply_many(name: str, matrix: Matrix, fp16: bool) -> c.Kernel:
     """Make ``NAME_64``: two vectors of 32 rows, or one of 64."""
-    kernel = c.Kernel(f"{name}_{TOKENS}", TILE_BLOCK)
     groups, parts, tiles = matrix.length // GROUP, matrix.parts, _TILES // matrix.parts
-    with kernel.declare():
-        inputs = kernel.take_array("inputs", "float32")
+    with c.Kernel.declare(f"{name}_{TOKENS}", TILE_BLOCK) as kernel:
+        inputs = kernel.take_array("inputs")
         weights = Weights.take(kernel, matrix.name, matrix.precision, 1, fp16)
         store = matrix.make(kernel)
-        rows, tokens = kernel.take_number(matrix.count), kernel.take_number("tokens")
+        rows, tokens = kernel.take_numbers(f"{matrix.count} tokens")
         source = _Inputs(kernel, matrix)
         axes = Axis(number=matrix.count, per=ROWS * tiles), Axis(number="tokens", per=TOKENS)
         with kernel.run(*axes) as place:
@@ -440,8 +433,8 @@ def list_product_kernels(product: ProductKernels, fp16: bool) -> Iterator[c.Kern
 
 
 def _take_outputs(kernel: c.Kernel, product: ProductKernels) -> Store:
-    biases = kernel.take_array("biases", "float32") if product.bias else None
-    outputs = kernel.take_array("outputs", "float32")
+    biases = kernel.take_array("biases") if product.bias else None
+    outputs = kernel.take_array("outputs")
     names = [name for name in NUMBERS[5:] if product.bias or name != "biases_at"]
     numbers = {name: kernel.take_number(name) for name in names}
     factor = kernel.take_number("factor", "float32")

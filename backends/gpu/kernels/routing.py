@@ -157,10 +157,9 @@ def emit_spread(own: Arguments) -> None:
 
 
 def make_spread_biases(ffn: FfnKernels) -> c.Kernel:
-    kernel = c.Kernel("spread_biases", (_THREADS, 1, 1))
-    with kernel.declare():
-        y, biases = kernel.take_array("sums", "float32"), kernel.take_array("biases", "float32")
-        routes, adds = kernel.take_array("routes", "float32"), kernel.take_number("adds")
+    with c.Kernel.declare("spread_biases", (_THREADS, 1, 1)) as kernel:
+        y, biases = kernel.take_array("sums"), kernel.take_array("biases")
+        routes, adds = kernel.take_array("routes"), kernel.take_number("adds")
         kernel.take_number("tokens")
         with kernel.run_elements(ffn.hidden) as (element, token):
             total, first = c.Cell(c.number(0.0)), c.let(token * ffn.experts)
@@ -179,8 +178,7 @@ _READERS = 256
 def make_read() -> c.Kernel:
     """Make ``read``: neighbouring threads read neighbouring vectors. Nothing is left out, because
     the vectors are written combined."""
-    kernel = c.Kernel("read", (_READERS, 1, 1))
-    with kernel.declare():
+    with c.Kernel.declare("read", (_READERS, 1, 1)) as kernel:
         words = kernel.take_array("words", "uint32x4")
         sums = kernel.take_array("sums", "uint32")
         kernel.take_number("groups")

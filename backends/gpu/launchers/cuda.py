@@ -135,38 +135,21 @@ class CudaQueue:
 
     def upload(self, target: DeviceArray, source: Array, offset: int = 0) -> None:
         assert source.flags.c_contiguous and offset + source.nbytes <= target.size
-        _call(
-            driver.cuMemcpyHtoDAsync(
-                int(target.handle) + offset, source.ctypes.data, source.nbytes, self._stream
-            )
-        )
+        place, size = int(target.handle) + offset, source.nbytes
+        _call(driver.cuMemcpyHtoDAsync(place, source.ctypes.data, size, self._stream))
         self._kept.append(source)
 
     def download(self, source: DeviceArray, target: Array, offset: int = 0) -> None:
         assert target.flags.c_contiguous and offset + target.nbytes <= source.size
-        _call(
-            driver.cuMemcpyDtoHAsync(
-                target.ctypes.data, int(source.handle) + offset, target.nbytes, self._stream
-            )
-        )
+        place, size = int(source.handle) + offset, target.nbytes
+        _call(driver.cuMemcpyDtoHAsync(target.ctypes.data, place, size, self._stream))
         self._kept.append(target)
 
     def launch(self, launch: CudaLaunch, numbers: Mapping[str, Number]) -> None:
         parameters = launch.set_numbers(numbers)
-        x, y = launch.kernel.signature.count_groups(numbers)
-        _call(
-            driver.cuLaunchKernel(
-                launch.kernel.handle,
-                x,
-                y,
-                1,
-                *launch.kernel.signature.block,
-                0,
-                self._stream,
-                parameters,
-                0,
-            )
-        )
+        kernel, signature = launch.kernel.handle, launch.kernel.signature
+        shape = *signature.count_groups(numbers), 1, *signature.block
+        _call(driver.cuLaunchKernel(kernel, *shape, 0, self._stream, parameters, 0))
 
     def record(self, work: Sequence[tuple[CudaLaunch, Mapping[str, Number]]]) -> CudaRecording:
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

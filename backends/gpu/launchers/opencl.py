@@ -121,20 +121,17 @@ class OpenClEvent:
 class OpenClQueue:
     def __init__(self, context: Any) -> None:
         self._queue = cl.CommandQueue(context)
+        self._copy = partial(cl.enqueue_copy, self._queue, is_blocking=False)
         self._kept: list[Array] = []
 
     def upload(self, target: DeviceArray, source: Array, offset: int = 0) -> None:
         with _explain("an upload failed"):
-            cl.enqueue_copy(
-                self._queue, target.handle, source, dst_offset=offset, is_blocking=False
-            )
+            self._copy(target.handle, source, dst_offset=offset)
         self._kept.append(source)
 
     def download(self, source: DeviceArray, target: Array, offset: int = 0) -> None:
         with _explain("a download failed"):
-            cl.enqueue_copy(
-                self._queue, target, source.handle, src_offset=offset, is_blocking=False
-            )
+            self._copy(target, source.handle, src_offset=offset)
         self._kept.append(target)
 
     def launch(self, launch: OpenClLaunch, numbers: Mapping[str, Number]) -> None:

@@ -1,14 +1,8 @@
-"""The functions of a library: kernels, graphs, and what runs a graph by its number.
-
-``python -m pi2.backends.hexagon.kernels.program PROGRAM SPEC.json OUTPUT`` compiles them: OUT.elf
-runs in the emulator, OUT.o is for the vendor's linker (`backends/hexagon/dsp`)."""
+"""The functions of a library: kernels, graphs, and what runs a graph by its number."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,18 +10,21 @@ from functools import partial
 from pathlib import Path
 
 import tvm
+from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from pi2.backends.compiler import vectors as v
+from pi2.backends.compiler.compile import Report, generate_plain
+from pi2.backends.compiler.linking import LinkError
 from pi2.backends.compiler.signature import find_signatures
 from pi2.backends.hexagon import session
 from pi2.backends.hexagon.arrays import FFN_OPERANDS, NUMBERS, PRODUCT_OPERANDS
-from pi2.backends.hexagon.kernels import code as c
 from pi2.backends.hexagon.kernels import ffn
 from pi2.backends.hexagon.linkers import LINKERS, find_linker
 from pi2.backends.hexagon.specification import (
     LANES,
     LAYOUTS,
+    OBJECT,
     FfnGraph,
     FfnShape,
     Graph,
@@ -51,12 +48,12 @@ define i32 @pi2_call_system(i32 %n, i32 %a, i32 %b, i32 %c, i32 %d, i32 %e, i32 
 """In LLVM's language: ``r6`` has the number, ``r0`` to ``r5`` have what the call is given."""
 
 
-def _call_system(number: int, *operands: c.Expr) -> c.Expr:
+def _call_system(number: int, *operands: ffn.Expr) -> ffn.Expr:
     given = [*operands, *[T.int32(0)] * (6 - len(operands))]
     return T.call_extern("int32", "pi2_call_system", T.int32(number), *given)
 
 
-def _find_address(buffer: c.Buffer, word: c.Expr) -> c.Expr:
+def _find_address(buffer: ffn.Buffer, word: ffn.Expr) -> ffn.Expr:
     """Return the address of a word as an int32."""
     return T.cast(T.reinterpret(T.address_of(buffer[word]), dtype="uint64"), "int32")
 
@@ -68,9 +65,9 @@ def emit_worker(index: Sequence[Graph]) -> None:
         reply = T.alloc_buffer((session.REPLY_WORDS,), "int32")
         memory, failure = v.Cell(T.int32(0)), v.Cell(T.int32(0))
         _emit_read(message)
-        c.write(reply, 0, T.int32(session.MAGIC))
+        v.store(reply, 0, T.int32(session.MAGIC), 1)
         for word in range(1, session.REPLY_WORDS):
-            c.write(reply, word, T.int32(0))
+            v.store(reply, word, T.int32(0), 1)
         with T.If(message[1] == session.PROTOCOL):
             with T.Then():
                 mapped = _call_system(
@@ -88,30 +85,30 @@ def emit_worker(index: Sequence[Graph]) -> None:
                     failure.set(T.int32(1))
             with T.Else():
                 failure.set(T.int32(3))
-        c.write(reply, 1, T.int32(session.PROTOCOL))
-        c.write(reply, 2, failure.get())
-        c.write(reply, 3, T.int32(len(index)))
+        v.store(reply, 1, T.int32(session.PROTOCOL), 1)
+        v.store(reply, 2, failure.get(), 1)
+        v.store(reply, 3, T.int32(len(index)), 1)
         _emit_write(reply)
-        c.write(reply, 3, T.int32(0))
+        v.store(reply, 3, T.int32(0), 1)
         with T.While(failure.get() == 0):
             _emit_read(message)
-            c.write(reply, 1, message[1])
+            v.store(reply, 1, message[1], 1)
             _emit_clock(reply, 4)
             failure.set(T.int32(0))
             graph = v.let(message[2])
             is_known = T.And(graph >= 0, graph < len(index))
             with T.If(is_known), T.Then():
                 operands = _find_address(message, T.int32(4))
-                c.call("pi2_run", memory.get(), graph, operands)
+                ffn.call("pi2_run", memory.get(), graph, operands)
             with T.If(T.And(T.Not(is_known), graph != -1)), T.Then():
                 failure.set(T.int32(2))
             _emit_clock(reply, 6)
-            c.write(reply, 2, failure.get())
+            v.store(reply, 2, failure.get(), 1)
             _emit_write(reply)
         T.evaluate(_call_system(_EXIT, T.int32(0)))
 
 
-def _emit_read(message: c.Buffer) -> None:
+def _emit_read(message: ffn.Buffer) -> None:
     """Read a whole message; the program ends where there is none."""
     done = v.Cell(T.int32(0))
     size = session.MESSAGE.size
@@ -123,27 +120,27 @@ def _emit_read(message: c.Buffer) -> None:
         done.set(done.get() + count)
 
 
-def _emit_write(reply: c.Buffer) -> None:
+def _emit_write(reply: ffn.Buffer) -> None:
     """Write the reply; short writes do not happen to so few bytes of a pipe."""
     place = _find_address(reply, T.int32(0))
     T.evaluate(_call_system(_WRITE, T.int32(1), place, T.int32(session.REPLY.size)))
 
 
-def _emit_clock(reply: c.Buffer, word: int) -> None:
+def _emit_clock(reply: ffn.Buffer, word: int) -> None:
     place = _find_address(reply, T.int32(word))
     T.evaluate(_call_system(_CLOCK, T.int32(_MONOTONIC), place))
 
 
-def emit_count(index: Sequence[Graph], address: c.Expr) -> None:
+def emit_count(index: Sequence[Graph], address: ffn.Expr) -> None:
     """Write the number of graphs to ``address``."""
-    c.write(c.view(address, "int32"), 0, T.int32(len(index)))
+    v.store(ffn.view(address, "int32"), 0, T.int32(len(index)), 1)
 
 
-def emit_run(index: Sequence[Graph], memory: c.Expr, graph: c.Expr, operands: c.Expr) -> None:
+def emit_run(index: Sequence[Graph], memory: ffn.Expr, graph: ffn.Expr, operands: ffn.Expr) -> None:
     """Run a graph of the index; numbers beyond it do nothing."""
     for number, item in enumerate(index):
         with T.If(graph == number), T.Then():
-            c.call(item.name, memory, operands)
+            ffn.call(item.name, memory, operands)
 
 
 ENTRY = "_start"
@@ -156,18 +153,32 @@ class Function:
     emit: Callable[..., None]
 
     def make(self) -> tvm.tirx.PrimFunc:
-        return c.make_function(self.name, self.parameters, self.emit)
+        """Build it; all parameters are int32."""
+        with IRBuilder() as builder:
+            with T.prim_func(s_tir=True):
+                T.func_name(self.name)
+                # Addresses may be of the same memory.
+                T.func_attr({"global_symbol": self.name, "tirx.noalias": False})
+                self.emit(*(T.arg(parameter, T.int32()) for parameter in self.parameters))
+        return builder.get()
+
+
+def read_program(text: str) -> Program:
+    return Program(HexagonSpec.from_json(text))
 
 
 class Program:
-    """Graphs of a model's shapes."""
+    """Graphs of a model's shapes: a program for the emulator, or an object for the vendor's linker
+    (`backends/hexagon/dsp`)."""
 
     def __init__(self, spec: HexagonSpec) -> None:
         self.spec = spec
 
     @property
     def target(self) -> tvm.target.Target:
-        return c.make_target(self.spec.version)
+        version = self.spec.version
+        options = {"kind": "llvm", "mtriple": "hexagon", "mcpu": f"hexagon{version}"}
+        return tvm.target.Target({**options, "mattr": [f"+hvx{version}", "+hvx-length128b"]})
 
     def list_functions(self) -> Iterator[Function]:
         """Return all functions; the worker's is the last."""
@@ -186,6 +197,18 @@ class Program:
         yield Function("pi2_run", _RUN, partial(emit_run, spec.index))
         yield Function("pi2_count", ("address",), partial(emit_count, spec.index))
         yield Function(ENTRY, (), partial(emit_worker, spec.index))
+
+    def write_file(self, output: Path, report: Report) -> None:
+        """Compile every function to a file, the worker's last, and link them."""
+        functions, files = list(self.list_functions()), []
+        with tempfile.TemporaryDirectory() as folder:
+            for number, function in enumerate(functions):
+                files.append(Path(folder) / f"{function.name}.o")
+                module = tvm.IRModule({function.name: function.make()})
+                generate_plain(module, self.target).write_to_file(str(files[-1]), "o")
+                report(f"compiled {function.name}", (number + 1) / (len(functions) + 1))
+            _link(files, output)
+        find_signatures(output).write_text(self.spec.write_index())
 
 
 _GRAPH = ("memory", "operands")
@@ -221,25 +244,27 @@ def _name_product(weights: str, length: int, together: int) -> str:
     return f"product_{weights}_{length}_{together}"
 
 
-def _read_operands(names: Sequence[str], memory: c.Expr, operands: c.Expr) -> dict[str, c.Expr]:
-    words = c.view(operands, "int32")
+def _read_operands(
+    names: Sequence[str], memory: ffn.Expr, operands: ffn.Expr
+) -> dict[str, ffn.Expr]:
+    words = ffn.view(operands, "int32")
     return {
         name: words[place] if name in NUMBERS else memory + words[place]
         for place, name in enumerate(names)
     }
 
 
-def emit_ffn_graph(shape: FfnShape, graph: FfnGraph, memory: c.Expr, operands: c.Expr) -> None:
+def emit_ffn_graph(shape: FfnShape, graph: FfnGraph, memory: ffn.Expr, operands: ffn.Expr) -> None:
     """The FFN of ``graph.neurons`` neurons for ``graph.tokens`` tokens."""
     o = _read_operands(FFN_OPERANDS, memory, operands)
     scratch, together = graph.scratch, count_together(graph.tokens)
     tiles, blocks = T.int32(graph.neurons // LANES), T.int32(graph.tokens // together)
     places = {name: o["scratch"] + place for name, place in scratch.places.items()}
     o |= {"tiles": tiles, "blocks": blocks} | places
-    c.call(f"values_{together}", *(o[name] for name in ffn.VALUES))
+    ffn.call(f"values_{together}", *(o[name] for name in ffn.VALUES))
     rounded = [places[name] for name in ("rounded", "rounded_offsets", "rounded_scales")]
-    c.call(f"requantize_{together}", o["values"], T.int32(graph.neurons), blocks, *rounded)
-    c.call(
+    ffn.call(f"requantize_{together}", o["values"], T.int32(graph.neurons), blocks, *rounded)
+    ffn.call(
         f"sums_{together}",
         o["down"],
         o["down_scales"],
@@ -253,66 +278,25 @@ def emit_ffn_graph(shape: FfnShape, graph: FfnGraph, memory: c.Expr, operands: c
     )
 
 
-def emit_product_graph(graph: ProductGraph, memory: c.Expr, operands: c.Expr) -> None:
+def emit_product_graph(graph: ProductGraph, memory: ffn.Expr, operands: ffn.Expr) -> None:
     """``graph.rows`` rows of a matrix times ``graph.tokens`` tokens."""
     o = _read_operands(PRODUCT_OPERANDS, memory, operands)
     together = count_together(graph.tokens)
     o |= {"tiles": T.int32(graph.rows // LANES), "blocks": T.int32(graph.tokens // together)}
     o["sums"] = o["scratch"] + graph.scratch.places["sums"]
     name = _name_product(graph.weights, graph.length, together)
-    c.call(name, *(o[name] for name in ffn.PRODUCT))
+    ffn.call(name, *(o[name] for name in ffn.PRODUCT))
 
 
-def write_objects(
-    program: Program, folder: Path, report: Callable[[str, float], None]
-) -> list[Path]:
-    """Compile every function of ``program`` to a file in ``folder``; the worker comes last."""
-    functions = list(program.list_functions())
-    files = []
-    for number, function in enumerate(functions):
-        files.append(folder / f"{function.name}.o")
-        c.generate(function.make(), program.target).write_to_file(str(files[-1]), "o")
-        report(f"compiled {function.name}", (number + 1) / (len(functions) + 1))
-    return files
-
-
-def link(files: list[Path], output: Path) -> list[str]:
-    """Make a program of all ``files``, or one object of all but the worker; return the fault."""
+def _link(files: list[Path], output: Path) -> None:
+    """Make a program of all ``files``, or one object of all but the worker."""
     linker = find_linker()
     if linker is None:
-        return [f"{LINKERS[0]}: not installed"]
+        raise LinkError(f"{LINKERS[0]}: not installed")
     options = ["-static", "--gc-sections", "-s", "-e", ENTRY]
-    if output.suffix == ".o":
+    if output.suffix == OBJECT:
         options, files = ["-r"], files[:-1]
-    done = subprocess.run(
-        [linker, *options, "-o", str(output), *map(str, files)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return [] if done.returncode == 0 else [f"{linker}: {done.stderr.strip()}"]
-
-
-def main(arguments: list[str]) -> int:
-    """Compile and link; see the module's docstring."""
-    program = Program(HexagonSpec.from_json(Path(arguments[1]).read_text()))
-    output = Path(arguments[2])
-
-    def report(label: str, share: float) -> None:
-        print(json.dumps({"label": label, "share": share}), flush=True)
-
-    report("loading the compiler", 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        failures = link(write_objects(program, Path(folder), report), output)
-    if failures:
-        sys.stderr.writelines(failures)
-        return 1
-    find_signatures(output).write_text(program.spec.write_index())
-    return 0
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    # The compiler library's clean-up at exit takes time and serves nothing.
-    os._exit(status)
+    command = [linker, *options, "-o", str(output), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LinkError(f"{linker}: {done.stderr.strip()}")

@@ -30,9 +30,9 @@ def describe_spec(spec: Spec) -> dict[str, Any]:
     return {"program": spec.program, **kept}
 
 
-def load_or_compile(spec: Spec, progress: Progress, compiler: object = None) -> Path:
+def load_or_compile(spec: Spec, progress: Progress, suffix: str = "") -> Path:
     """The library of ``spec``; UserError P674 if the bundle was built for another one."""
-    del progress, compiler
+    del progress, suffix
     folder, wanted = Path(__file__).resolve().parents[5], describe_spec(spec)
     for entry in json.loads((folder / INDEX).read_text(encoding="utf-8")):
         if entry["spec"] == wanted:
