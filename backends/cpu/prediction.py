@@ -26,8 +26,8 @@ class Prediction:
         tensors: TensorViews,
         later: Views,
     ) -> None:
-        """``views``: arrays of the first chunk, which predictions read; ``later``: those that
-        predictions for the next layer read instead."""
+        """``views``: arrays of the first chunk, which predictions read; ``later``: what predictions
+        for the next layer read instead."""
         neurons, layers = request.neurons, request.model.shape.layers
         self._neurons = neurons
         self._is_mixture = request.model.moe is not None

@@ -107,9 +107,9 @@ def _compile(
     os.dup2(output.fileno(), 1)
     with open(errors, "a") as stream:
         os.dup2(stream.fileno(), 2)
-    for user in (compiler, importlib.import_module(arguments[0])):
-        for name in {"generate", "generate_plain"} & vars(user).keys():
-            patch.object(user, name, partial(_generate_once, objects, getattr(user, name))).start()
+    blocks = importlib.import_module(BlockSpec.program)
+    for user, name in ((compiler, "generate"), (blocks, "generate_plain")):
+        patch.object(user, name, partial(_generate_once, objects, getattr(user, name))).start()
     status = compiler.main(arguments)
     sys.stdout.flush()
     os._exit(status)
