@@ -44,8 +44,11 @@ def load_or_compile(spec: Spec, progress: Progress, suffix: str = "") -> Path:
     )
 
 
-def load_or_compile_several(specs: Sequence[Spec], progress: Progress) -> list[Path]:
+def load_or_compile_several(
+    specs: Sequence[Spec], progress: Progress, suffix: str = "", triple: str | None = None
+) -> list[Path]:
     """The libraries of several specs; raises as `load_or_compile`."""
+    del suffix, triple
     return [load_or_compile(spec, progress) for spec in specs]
 
 
