@@ -188,13 +188,11 @@ class Scheduler:
         with self._lock:
             if self._closed:
                 return False
-            if self._calls:
-                self._make_calls()
+            self._make_calls()
             self._admit()
             worked = bool(self._reading or self._running)
             with nullcontext() if self.watch is None else self.watch.work():
-                if self._reading:
-                    self._read_prompts()
+                self._read_prompts()
                 if self._running:
                     self._step()
             return worked
@@ -303,11 +301,9 @@ class Scheduler:
         """The place in which the prompt of a request is being read for another one."""
         if self._forward.program is None:
             return None
-        ids, scored = list(ticket.request.prompt_ids), ticket.request.scores_prompt
-        for place, other in self._reading.items():
-            if list(other.request.prompt_ids) == ids and other.request.scores_prompt >= scored:
-                return place
-        return None
+        wanted = _list_wanted(ticket)
+        places = (place for place, other in self._reading.items() if _list_wanted(other) == wanted)
+        return next(places, None)
 
     def _let_next_read(self, place: int) -> None:
         """Let the first of those read the prompt for whom ``place`` will not read it."""
@@ -337,9 +333,7 @@ class Scheduler:
         room = self._piece_tokens
         while self._reading and room > 0:
             place, ticket = next(iter(self._reading.items()))
-            answer = ticket.answer
-            assert answer is not None
-            ids, done = answer.prompt_ids, self._forward.positions[place]
+            ids, done = _get_answer(ticket).prompt_ids, self._forward.positions[place]
             # Pieces begin where they begin in a prompt that is read without reuse.
             end = min(len(ids), done + self._piece_tokens - done % self._piece_tokens)
             start = time.perf_counter()
@@ -456,11 +450,10 @@ class Scheduler:
     def _take(self, ticket: Ticket, logits: F32) -> None:
         answer = _get_answer(ticket)
         piece = answer.take(logits)
-        if answer.reason is not None:
-            ticket.result = answer.describe()
         if piece.text or piece.scores:
             ticket.pieces.append(piece)
-        if ticket.result is not None:
+        if answer.reason is not None:
+            ticket.result = answer.describe()
             ticket.ended = True
         if ticket.ended or piece.text or piece.scores:
             ticket.notify()
@@ -491,6 +484,12 @@ class Scheduler:
 def _get_answer(ticket: Ticket) -> Answer:
     assert ticket.answer is not None, "it has a place"
     return ticket.answer
+
+
+def _list_wanted(ticket: Ticket) -> tuple[list[int], int | None]:
+    """What is read of a prompt: its tokens, and if it is scored, how many alternatives to each."""
+    request = ticket.request
+    return list(request.prompt_ids), (request.alternatives or 0) if request.scores_prompt else None
 
 
 def _score_prompt(ticket: Ticket, logits: F32) -> None:

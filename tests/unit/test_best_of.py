@@ -67,22 +67,27 @@ def submit(model: LoadedModel, count: int, **changes: Any) -> list[Ticket]:
     return tickets
 
 
-def drive(model: LoadedModel) -> None:
+def finish(model: LoadedModel, tickets: list[Ticket]) -> list[Any]:
     while model.scheduler.drive():
         pass
+    assert all(ticket.ended for ticket in tickets)
+    return tickets
 
 
 def test_a_step_has_fewer_sequences_when_some_have_ended(plan: Path) -> None:
     with pi2.load(plan, set={"decode.batch": 4}) as model:
-        submit(model, 4)
-        drive(model)
-        phases = model.scheduler.rounds.phases
-        assert {key: (phase.steps, phase.tokens) for key, phase in phases.items()} == {
-            4: (1, 4),
-            3: (2, 6),
-            2: (2, 4),
-            1: (2, 2),
-        }
+        finish(model, submit(model, 4))
+        steps = {key: (own.steps, own.tokens) for key, own in model.scheduler.rounds.phases.items()}
+        assert steps == {4: (1, 4), 3: (2, 6), 2: (2, 4), 1: (2, 2)}
+
+
+def test_each_gets_the_scores_of_the_prompt_that_it_asked_for(plan: Path) -> None:
+    asked: list[dict[str, Any]] = [{"scores_prompt": True, "alternatives": n} for n in (3, 1, 1)]
+    with pi2.load(plan, set={"decode.batch": 4}) as model:
+        tickets = finish(model, [submit(model, 1, **own)[0] for own in (*asked, {})])
+        told = [[len(score.alternatives) for score in own.prompt_scores] for own in tickets]
+        assert told == [[3] * 17, [1] * 17, [1] * 17, []]
+        assert [own.shared_tokens for own in tickets] == [0, 0, len(PROMPT), 0]
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["nothing kept", "prefixes kept"])
@@ -103,12 +108,6 @@ def test_others_read_prompt_where_nobody_wants_first_text_any_more(plan: Path, k
         again = finish(model, submit(model, 3))
         assert [item.result.token_ids for item in again if item.result] == alone
         assert model.scheduler.running == 0
-
-
-def finish(model: LoadedModel, tickets: list[Ticket]) -> list[Any]:
-    drive(model)
-    assert all(ticket.ended for ticket in tickets)
-    return tickets
 
 
 def test_a_prompt_that_fails_for_one_is_read_for_the_others(
