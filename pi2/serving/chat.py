@@ -111,14 +111,7 @@ class _ChatWriter(ChunkWriter):
             if item.reasoning:
                 message["reasoning_content"] = item.reasoning
             if item.calls:
-                message["tool_calls"] = [
-                    {
-                        "id": make_id("call_"),
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
-                    for call in item.calls
-                ]
+                message["tool_calls"] = [_make_call(call, call.arguments) for call in item.calls]
             scores = describe_chat_scores(self.host.model, item.scores) if self._scored else None
             choices.append(
                 {"index": index, "message": message, "logprobs": scores, **item.end.describe()}
@@ -131,24 +124,19 @@ class _ChatWriter(ChunkWriter):
         }
 
     def write_event(self, event: Delta | Finished) -> bytes:
-        return b"".join(self._write_chunks(event))
-
-    def _write_chunks(self, event: Delta | Finished) -> list[bytes]:
-        chunks = []
-        index = event.index
+        chunks, index = [], event.index
         if index not in self._begun:
             self._begun.add(index)
             chunks.append(self._write_delta(index, {"role": "assistant", "content": ""}))
         if isinstance(event, Finished):
-            chunks.append(self._write_delta(index, {}, end=event.describe()))
-            return chunks
+            return b"".join([*chunks, self._write_delta(index, {}, end=event.describe())])
         deltas = [delta for item in event.items for delta in self._write_deltas(index, item)]
         if self._scored and event.scores:
             deltas = deltas or [{"content": ""}]
             scores = describe_chat_scores(self.host.model, event.scores)
             chunks.append(self._write_delta(index, deltas[0], scores=scores))
             deltas = deltas[1:]
-        return chunks + [self._write_delta(index, delta) for delta in deltas]
+        return b"".join([*chunks, *(self._write_delta(index, delta) for delta in deltas)])
 
     def _write_deltas(self, index: int, item: Fragment | ToolCall) -> list[dict[str, Any]]:
         if isinstance(item, Fragment):
@@ -156,10 +144,8 @@ class _ChatWriter(ChunkWriter):
             return [{key: item.text}]
         number = self._calls[index]
         self._calls[index] += 1
-        head = {"id": make_id("call_"), "type": "function"}
-        function = {"name": item.name, "arguments": ""}
         return [
-            {"tool_calls": [{"index": number, **head, "function": function}]},
+            {"tool_calls": [{"index": number, **_make_call(item, "")}]},
             {"tool_calls": [{"index": number, "function": {"arguments": item.arguments}}]},
         ]
 
@@ -182,6 +168,11 @@ class _ChatWriter(ChunkWriter):
             max((end.reused_tokens for end in self.ends), default=0),
             sum(end.reasoning_tokens for end in self.ends),
         )
+
+
+def _make_call(call: ToolCall, arguments: str) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": make_id("call_"), "type": "function", "function": function}
 
 
 CHAT = Operation(

@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pi2.diagnostics import UserError
@@ -139,10 +140,7 @@ class Traces:
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        pairs = (
-            (name.decode("latin-1"), text.decode("latin-1")) for name, text in scope["headers"]
-        )
-        headers = dict(pairs)
+        headers = Headers(scope=scope)
         state: dict[str, Any] = scope.setdefault("state", {})
         with self._tracer.start_as_current_span(
             f"{scope['method']} {scope['path']}", context=extract(headers), kind=SpanKind.SERVER
