@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 
 import numpy as np
 
@@ -15,12 +16,14 @@ _ROOM = 1 << 18
 """Elements of rows that are decoded at a time, at most, and at least a row."""
 
 
-def _place_wide(length: int, offsets: I64) -> I64:
+@cache
+def _place_wide(length: int, offsets: tuple[int, ...]) -> I64:
     """Return the places of a token's codes: parts of blocks of 256 begin at ``offsets``."""
     blocks = 256 * np.arange(length // 256)[:, None, None]
-    return np.asarray((blocks + offsets[:, None] + np.arange(16)).reshape(-1))
+    return np.asarray((blocks + np.array(offsets)[:, None] + np.arange(16)).reshape(-1))
 
 
+@cache
 def _place_narrow(length: int, order: int) -> I64:
     """The same of groups of 32 whose halves, or fields, lie together in bundles, the last groups
     excepted."""
@@ -47,17 +50,17 @@ class _Codes:
 
         self.codes = view(0, "int8", 1)
         self.scales = view(length, "float32", 256 if kind == "q8_k" else 32)
+        self.view_products = partial(view, length + length // 8, "float32", 32)
+        sums = length + length // (64 if kind == "q8_k" else 4)
+        self.view_sums = [partial(view, sums, "int32", 32)]
         if kind == "q8_k":
-            sums = length + length // 64
-            self.sums = [view(sums, "int16", 16), view(sums + length // 8, "int16", 32)]
-        else:
-            self.products = view(length + length // 8, "float32", 32)
-            self.sums = [view(length + length // 4, "int32", 32)]
+            halves = partial(view, sums + length // 8, "int16", 32)
+            self.view_sums = [partial(view, sums, "int16", 16), halves]
 
 
 def quantize_q8_k(own: Arguments) -> None:
     offsets = own.view("order", (16,), dtype="int64")
-    _quantize(own, "q8_k", 256, _place_wide(own.length, offsets))
+    _quantize(own, "q8_k", 256, _place_wide(own.length, tuple(offsets.tolist())))
 
 
 def quantize_q8_0(own: Arguments) -> None:
@@ -95,15 +98,16 @@ def _quantize(own: Arguments, kind: Activations, size: int, places: I64) -> None
         rest[at] = x - codes * scales
     y.codes[token[:, None], places[at[1]]] = codes
     y.scales[token, block] = scales[:, 0]
-    for sums in y.sums:
+    for view_sums in y.view_sums:
+        sums = view_sums()
         parts = size * y.scales.shape[1] // sums.shape[1]
         each = block[:, None] * (size // parts) + np.arange(size // parts)
         sums[token[:, None], each] = codes.reshape(len(codes), -1, parts).sum(-1)
     if kind == "q8_0":
-        y.products[token, block] = scales[:, 0] * codes.sum(-1)
+        products = scales[:, 0] * codes.sum(-1)
         if is_lower:  # the plane above has the sum of both
-            above.products[token, block] += y.products[token, block]
-            y.products[token, block] = 0
+            above.view_products()[token, block] += products
+        y.view_products()[token, block] = 0 if is_lower else products
 
 
 def read_inputs(own: Arguments, tokens: I64, length: int) -> F64:
@@ -116,7 +120,7 @@ def read_inputs(own: Arguments, tokens: I64, length: int) -> F64:
     width = 4 * own.lanes
     if kind == "q8_k":
         name = "" if is_many else own.format
-        places = _place_wide(length, np.array(list_offsets(name, width)))
+        places = _place_wide(length, tuple(list_offsets(name, width)))
     else:
         places = _place_narrow(length, 1 if is_many else describe_order(own.format, width))
     found = np.zeros((len(tokens), length))
