@@ -105,11 +105,11 @@ def list_help() -> Iterator[Text]:
 
 def list_messages() -> Iterator[Text]:
     """Strings of the product that have words, without docstrings; explanations of codes."""
-    for path, tree in list_modules():
-        documents = {id(item.value) for item in list_string_statements(tree)}
+    for path, nodes in list_modules():
+        documents = {id(item.value) for item in list_string_statements(nodes)}
         strings = [
             item.value
-            for item in ast.walk(tree)
+            for item in nodes
             if isinstance(item, ast.Constant) and isinstance(item.value, str)
             if id(item) not in documents and len(item.value.split()) > 2
         ]
@@ -135,25 +135,29 @@ def list_schemas() -> Iterator[Text]:
 
 def list_docstrings() -> Iterator[Text]:
     """Docstrings of the product's modules, classes, functions and fields."""
-    for path, tree in list_modules():
-        texts = [item.value.value for item in list_string_statements(tree)]
+    for path, nodes in list_modules():
+        texts = [item.value.value for item in list_string_statements(nodes)]
         paragraphs = [part for text in texts for part in re.split(r"\n\s*\n", str(text))]
         yield Text(place=path, prose="\n".join(" ".join(item.split()) for item in paragraphs))
 
 
 @lru_cache
-def list_modules() -> tuple[tuple[str, ast.Module], ...]:
-    """Modules of the product by path."""
+def list_modules() -> tuple[tuple[str, list[ast.AST]], ...]:
+    """Strings of the product's modules, and statements, by path."""
     paths = [*ROOT.glob("pi2/**/*.py"), *ROOT.glob("backends/**/*.py")]
     own = sorted({path for path in paths if not path.is_relative_to(ROOT / "pi2/backends")})
-    return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))) for path in own)
+    trees = ((str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))) for path in own)
+    kinds = ast.Constant, ast.Expr
+    return tuple(
+        (path, [item for item in ast.walk(tree) if isinstance(item, kinds)]) for path, tree in trees
+    )
 
 
-def list_string_statements(tree: ast.Module) -> list[Any]:
+def list_string_statements(nodes: list[ast.AST]) -> list[Any]:
     """Statements that are a string: docstrings of all kinds."""
     return [
         item
-        for item in ast.walk(tree)
+        for item in nodes
         if isinstance(item, ast.Expr)
         and isinstance(item.value, ast.Constant)
         and isinstance(item.value.value, str)

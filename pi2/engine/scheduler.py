@@ -487,7 +487,7 @@ def _get_answer(ticket: Ticket) -> Answer:
 
 
 def _list_wanted(ticket: Ticket) -> tuple[list[int], int | None]:
-    """What is read of a prompt: its tokens, and if it is scored, how many alternatives to each."""
+    """The tokens of a prompt, and if it is scored, the number of alternatives to each."""
     request = ticket.request
     return list(request.prompt_ids), (request.alternatives or 0) if request.scores_prompt else None
 
