@@ -73,7 +73,7 @@ class CpuExecutor(Executor):
         given |= wrap_table(library, spec.precision.gates, "block_table")
         each = [self._share_areas() | chunk for chunk in arrays.chunks]
         chunks = [wrap_all(library, chunk) | given for chunk in each]
-        views, tensors = chunks[0], TensorViews(library, memory, request.tensors)
+        views, tensors = chunks[0], TensorViews(library, request.tensors)
         later: Views = {}
         if spec.foresees:
             ahead = self.exchange.ahead

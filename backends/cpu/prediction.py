@@ -54,7 +54,7 @@ class Prediction:
             self._gates = [
                 [
                     library.bind("predict_gate", given, gates, lists, views, layer=layer)
-                    for gates in _wrap_gates(request, library, tensors, layer)
+                    for gates in _wrap_gates(request, library, layer)
                 ]
                 for layer in range(layers if request.gate_rows else 0)
             ]
@@ -149,9 +149,7 @@ class Prediction:
         return self.wanted[:end]
 
 
-def _wrap_gates(
-    request: BuildRequest, library: Library, tensors: TensorViews, layer: int
-) -> list[Views]:
+def _wrap_gates(request: BuildRequest, library: Library, layer: int) -> list[Views]:
     assert request.gate_rows is not None
     if layer not in request.gate_rows:
         return []
@@ -167,7 +165,7 @@ def _wrap_gates(
         if scales is not None:
             views["gate_scales"] = library.wrap(scales[part].view(np.uint8))
         if request.gate_biases is not None:
-            views["biases"] = tensors.wrap_floats(request.gate_biases[layer][part])
+            views["biases"] = library.wrap(request.gate_biases[layer][part].view(np.uint8))
         wrapped.append(views)
     return wrapped
 

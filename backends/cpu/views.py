@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pi2.arrays import F32
 from pi2.backends.arithmetic import slice_tensor
-from pi2.backends.blocks.room import GRIDS, Memory, make_tables
+from pi2.backends.blocks.room import GRIDS, make_tables
 from pi2.backends.compiler.runtime import Library, View
 from pi2.backends.cpu.arrays import Arrays
 from pi2.backends.cpu.request import count_tokens
@@ -31,8 +30,8 @@ def wrap_table(library: Library, precision: Precision, name: str) -> Views:
 class TensorViews:
     """Makes views of a store's tensors."""
 
-    def __init__(self, library: Library, memory: Memory, tensors: Mapping[str, Tensor]) -> None:
-        self._library, self._memory, self._tensors = library, memory, tensors
+    def __init__(self, library: Library, tensors: Mapping[str, Tensor]) -> None:
+        self._library, self._tensors = library, tensors
 
     def wrap_parts(self, part: int, parts: int, **names: str) -> Views:
         """Views of a part of tensors by kernels' names. fp16 weights replace missing scales."""
@@ -41,22 +40,15 @@ class TensorViews:
             if name not in self._tensors:
                 continue
             tensor = slice_tensor(self._tensors[name], part, parts)
-            if tensor.precision is None:
-                views[parameter] = self.wrap_floats(np.asarray(tensor.weights).view(np.float32))
-                continue
             weights = self._library.wrap(np.asarray(tensor.weights).view(np.uint8))
+            if tensor.precision is None:
+                views[parameter] = weights
+                continue
             views[f"{parameter}_weights"] = views[f"{parameter}_scales"] = weights
             if tensor.scales is not None:
                 scales = np.asarray(tensor.scales).view(np.uint8)
                 views[f"{parameter}_scales"] = self._library.wrap(scales)
         return views
-
-    def wrap_floats(self, values: F32) -> View:
-        """Return a kernel's view of float32 values, of an aligned copy where they lie badly."""
-        flat = values.reshape(-1)
-        if flat.ctypes.data % 64:
-            flat = self._memory.keep(len(flat), lambda: values.reshape(-1), segment="predictor")
-        return self._library.wrap(flat)
 
 
 def measure_arrays(request: BuildRequest) -> dict[str, int]:

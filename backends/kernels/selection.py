@@ -141,7 +141,8 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
     inner = take_matrix(take, "inner", rank, spec.hidden, precision)
     weights, scales = take_rows(take, "outer", "expert", rank, precision)
     outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
-    bias = take.take_array("bias", "float32", "expert")
+    # An expert's biases begin where the last one's end: at no line.
+    bias = take.take_array("bias", "uint8", "expert", 4)
     middle = take_activations(
         take, "middle", rank, spec.planes, neurons, rows="sequences", upper=schedule.upper
     )
@@ -151,7 +152,7 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
         v.store(middle.values, token * rank + row, T.max(value, v.constant(0.0, "float32")), 1)
 
     def add_bias(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
-        v.store(lists.scores, find_row(token, neurons) + row, value + bias[row], 1)
+        v.store(lists.scores, find_row(token, neurons) + row, _add(value, bias, row), 1)
 
     emit_multiply(isa, spec.threads, inner, hidden, tokens, keep_positive)
     emit_each_token(tokens[1], lambda token: emit_quantize(middle, token))
@@ -169,7 +170,7 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
     least = take.take_number("limit", "float32") if spec.is_smooth else None
     tokens = schedule.take_tokens(take)
     weights, scales = take_rows(take, "gate", "expert", spec.hidden, precision)
-    biases = take.take_array("biases", "float32", "expert") if spec.ffn.bias else None
+    biases = take.take_array("biases", "uint8", "expert", 4) if spec.ffn.bias else None
     hidden = schedule.take_hidden(take, neurons)
     lists = _take_lists(take)
     scores = lists.scores
@@ -180,7 +181,7 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
 
     def keep(token: v.Expr, row: v.Expr, value: v.Expr) -> None:
         place = find_row(token, neurons) + row
-        v.store(scores, place, value if biases is None else value + biases[row], 1)
+        v.store(scores, place, value if biases is None else _add(value, biases, row), 1)
 
     emit_multiply(isa, spec.threads, matrix, hidden, tokens, keep)
 
@@ -200,6 +201,10 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
         emit_compact(isa, lists, neurons, limit, token, magnitudes=True)
 
     emit_each_token(tokens[1], list_open)
+
+
+def _add(value: v.Expr, biases: v.Buffer, row: v.Expr) -> v.Expr:
+    return value + v.load_as(biases, row * 4, "float32", 1)
 
 
 def _take_lists(take: Parameters) -> Lists:

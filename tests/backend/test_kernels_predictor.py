@@ -28,7 +28,7 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
     outer = find_packing(precision).quantize(
         rng.standard_normal((neurons, rank)).astype(np.float32)
     )
-    bias = allocate("float32", neurons)
+    bias = allocate("float32", neurons + 1)[1:]  # an expert's begin at no line
     bias[:] = rng.standard_normal(neurons)
     u = rng.standard_normal((1, hidden)).astype(np.float32)
     arrays, _ = quantize_activations(u, 2)
@@ -45,7 +45,7 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
         for weights, scales in (inner, outer)
         for part in (weights, scales)
     ]
-    kernel(neurons, 3.0, 0, 1, *arrays, *parts, bias, *middle, scores, indices, found)
+    kernel(neurons, 3.0, 0, 1, *arrays, *parts, bias.view(np.uint8), *middle, scores, indices, found)
     plain = [
         find_packing(precision).dequantize(*pair, size)
         for pair, size in ((inner, hidden), (outer, rank))

@@ -177,8 +177,7 @@ def test_recall_is_that_of_the_experts_that_compute(drelu: Path) -> None:
 
 
 def test_gates_of_chosen_experts_give_what_dense_computing_gives(drelu: Path) -> None:
-    room = {"memory.segments.predictor": "8 MiB"}
-    found, model = run(drelu, **{"decode.predictor": "gate"}, **room, **FLASH)
+    found, model = run(drelu, **{"decode.predictor": "gate"}, **FLASH)
     dense, _ = run(drelu, **REFERENCE, **{"decode.predictor": "none"})
     assert measure_error(found, dense) < 3e-4
     assert model.stats.cache_misses > 0
@@ -196,8 +195,7 @@ def test_thresholds_of_experts_cut_the_same_gates_as_in_the_reference(silu: Path
     )  # fmt: skip
     assert thresholds.fits(model)
     sparsity = {"method": "cats", "target": 0.5, "thresholds": "none.thresholds.toml"}
-    room = {"memory.segments.predictor": "8 MiB", "memory.budget": "2 GiB"}
-    settings = {"decode.predictor": "gate", "sparsity": sparsity, **room}
+    settings = {"decode.predictor": "gate", "sparsity": sparsity, "memory.budget": "2 GiB"}
     logits, named = [], []
     for backend in ("cpu", "reference"):
         chosen = {**settings, "backends.cpu": backend}

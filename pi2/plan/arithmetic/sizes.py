@@ -154,9 +154,7 @@ def need_predictor(resolved: ResolvedPlan) -> Need:
         rank = model.predictor.rank
         layer = sum(own.size_bytes for own in list_predictor_tensors(Place(model, 0), rank))
         if model.moe is not None:
-            # The expert of each neuron, and copies of biases that do not begin at a line.
-            is_copied = 4 * shape.ffn % ALIGNMENT > 0
-            layer += align_bytes(4 * model.layer_neurons) * (1 + is_copied)
+            layer += align_bytes(4 * model.layer_neurons)  # the expert of each neuron
         return Need(
             shape.layers * layer,
             f"predictors of rank {rank}: {shape.layers} layers of {approximate_bytes(layer)}",
