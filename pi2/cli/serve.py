@@ -411,9 +411,8 @@ def list_plans(
         path, further = find_retokenized(given, None if preset else tokenizer, files=files)
         values = {**overrides, **further, **({} if preset is None else preset.overrides)}
         read = partial(read_plan, path, overrides=values, files=files)
-        plan = read()
-        budget_bytes = plan.resolved.plan.memory.budget
-        if memory_bytes is not None and (len(wanted) == 1 or budget_bytes > memory_bytes):
+        plan = read(memory_bytes=memory_bytes if len(wanted) == 1 else None)
+        if memory_bytes is not None and plan.resolved.plan.memory.budget > memory_bytes:
             plan = read(memory_bytes=memory_bytes)
         resolved = plan.resolved
         name = show_path(Path(find_title(path))).removesuffix(".toml").removesuffix(".plan")

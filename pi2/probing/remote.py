@@ -140,7 +140,7 @@ def _list_steps(
     read, given = (memory.take("float32", request.chunk, spec.hidden) for _ in range(2))
     read[:] = 1
     own = arrays.chunks[0] | {"hidden_values": read, "given": given}
-    views, tensors = wrap_all(calls, own), TensorViews(calls, memory, request.tensors)
+    views, tensors = wrap_all(calls, own), TensorViews(calls, request.tensors)
     prediction = Prediction(request, arrays, spec, calls, views, tensors, later={})
     scratch = memory.take("uint8", 4 * spec.threads * DENSE_FLOATS)
     neurons = Neurons(request, arrays, spec, calls, views, prediction, scratch)

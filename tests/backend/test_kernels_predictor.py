@@ -24,20 +24,15 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
     rng = np.random.default_rng(0)
     hidden, rank, neurons = 320, 96, 333
     spec = make_spec(hidden=hidden, predictor=precision, ranks=(rank,))
-    inner = find_packing(precision).quantize(rng.standard_normal((rank, hidden)).astype(np.float32))
-    outer = find_packing(precision).quantize(
-        rng.standard_normal((neurons, rank)).astype(np.float32)
-    )
-    bias = allocate("float32", neurons + 1)[1:]  # an expert's begin at no line
-    bias[:] = rng.standard_normal(neurons)
+    packing = find_packing(precision)
+    inner = packing.quantize(rng.standard_normal((rank, hidden)).astype(np.float32))
+    outer = packing.quantize(rng.standard_normal((neurons, rank)).astype(np.float32))
+    bias = rng.standard_normal(neurons).astype(np.float32)
     u = rng.standard_normal((1, hidden)).astype(np.float32)
     arrays, _ = quantize_activations(u, 2)
     # Whole lines of 16 scores and indices.
-    scores, indices, found = (
-        allocate("float32", 336),
-        allocate("int32", 336),
-        allocate("int32", 1),
-    )
+    scores, indices = allocate("float32", 336), allocate("int32", 336)
+    found = allocate("int32", 1)
     kernel = compile_program(f"predict_low_rank_{rank}", spec)
     middle = allocate_activations(1, rank, 2)
     parts = [
@@ -45,11 +40,10 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
         for weights, scales in (inner, outer)
         for part in (weights, scales)
     ]
-    kernel(neurons, 3.0, 0, 1, *arrays, *parts, bias.view(np.uint8), *middle, scores, indices, found)
-    plain = [
-        find_packing(precision).dequantize(*pair, size)
-        for pair, size in ((inner, hidden), (outer, rank))
-    ]
+    parts.append(allocate("uint8", 4 + 4 * neurons)[4:])  # an expert's biases begin at no line
+    parts[-1][:] = bias.view(np.uint8)
+    kernel(neurons, 3.0, 0, 1, *arrays, *parts, *middle, scores, indices, found)
+    plain = [packing.dequantize(*pair, size) for pair, size in ((inner, hidden), (outer, rank))]
     expected = plain[1] @ np.maximum(plain[0] @ u[0], 0) + bias
     assert np.allclose(scores[:neurons], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
     # The list is that of the kernel's own scores, exactly and in order.
@@ -77,9 +71,8 @@ def draw_gates() -> tuple[list[Any], list[Any], F32]:
 def test_the_gate_predictor_lists_open_gates(activation: str, limit: float) -> None:
     given, lists, gates = draw_gates()
     _, indices, found = lists
-    kernel = compile_program(
-        "predict_gate", make_spec(hidden=160, activation=activation, threshold=limit)
-    )
+    spec = make_spec(hidden=160, activation=activation, threshold=limit)
+    kernel = compile_program("predict_gate", spec)
     kernel(NEURONS, 0, 1, *given, *lists)
     assert np.array_equal(indices[: found[0]], np.flatnonzero(gates > limit))
 

@@ -19,6 +19,8 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import pi2.cli
 from pi2.cli.main import run
+from pi2.weights.file_reading import FileFiller
+from tests.helpers.gguf_files import write_random_gguf
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.programs import Ask
 
@@ -94,7 +96,7 @@ def test_what_cannot_be_served_is_a_finding(
 @pytest.mark.usefixtures("quiet_again")
 @pytest.mark.parametrize("memory_mib", [100, 300])
 def test_plans_are_fitted_to_the_memory_of_the_process(
-    memory_mib: int, monkeypatch: pytest.MonkeyPatch, ask: Ask
+    memory_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("pi2.cli.serve.run_server", lambda *given: seen.append(given[1].hosts))
@@ -103,6 +105,10 @@ def test_plans_are_fitted_to_the_memory_of_the_process(
     resolved = seen[0]["demo"].read_plan().plan
     assert resolved.memory.budget == memory_mib << 20
     assert sum(dict(resolved.memory.segments).values()) <= memory_mib << 20
+    monkeypatch.setattr(FileFiller, "find_memory", lambda self: (8 << 30, 1 << 20))
+    file = str(write_random_gguf(tmp_path, {}))
+    assert "a budget of 1 MiB" in ask(["serve", file], 1).err
+    assert "P026" not in ask(["serve", file, "--memory", f"{memory_mib} MiB"]).err
 
 
 @pytest.mark.usefixtures("quiet_again")
