@@ -234,7 +234,7 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     import asyncio
 
     from pi2.logging import configure_logging
-    from pi2.orchestrator import read_memory
+    from pi2.orchestrator import give_memory_back, read_memory
     from pi2.serving.application import Settings, list_own_names, make_application
     from pi2.serving.calls import Limits
     from pi2.serving.front import TimedConnection
@@ -254,10 +254,9 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     if not plans and not presets:
         raise click.UsageError("give PLANS or --models-preset")
     listed = partial(list_plans, plans, overrides, tokenizer=given.tokenizer, presets=presets)
-    served = listed(memory_bytes)
     known_keys = given.keys or ((known,) if known else ())
     chosen = Settings(
-        plans=served,
+        plans=listed(memory_bytes),
         memory_bytes=memory_bytes,
         keys=known_keys,
         origins=given.origins,
@@ -302,6 +301,7 @@ def serve_command(plans: tuple[Path, ...], given: ServeOptions) -> None:
     )
     names = [plan.name for plan in chosen.plans]
     collect_as_usual()
+    give_memory_back()  # files were read to fit plans, and are read again when they are loaded
     run_server(uvicorn.Server(config), models, names, renew)
 
 
