@@ -143,7 +143,7 @@ def list_docstrings() -> Iterator[Text]:
 
 @lru_cache
 def list_modules() -> tuple[tuple[str, list[ast.AST]], ...]:
-    """Strings of the product's modules, and statements, by path."""
+    """Constants, and statements that are an expression, of the product's modules by path."""
     paths = [*ROOT.glob("pi2/**/*.py"), *ROOT.glob("backends/**/*.py")]
     own = sorted({path for path in paths if not path.is_relative_to(ROOT / "pi2/backends")})
     trees = ((str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))) for path in own)

@@ -141,7 +141,6 @@ def emit_predict_low_rank(schedule: Schedule, rank: int, take: Parameters) -> No
     inner = take_matrix(take, "inner", rank, spec.hidden, precision)
     weights, scales = take_rows(take, "outer", "expert", rank, precision)
     outer = Matrix(weights=weights, scales=scales, rows=neurons, length=rank, precision=precision)
-    # An expert's biases begin where the last one's end: at no line.
     bias = take.take_array("bias", "uint8", "expert", 4)
     middle = take_activations(
         take, "middle", rank, spec.planes, neurons, rows="sequences", upper=schedule.upper
@@ -204,6 +203,7 @@ def emit_predict_gate(schedule: Schedule, take: Parameters) -> None:
 
 
 def _add(value: v.Expr, biases: v.Buffer, row: v.Expr) -> v.Expr:
+    """Add the bias of ``row``, from bytes: experts' biases follow each other, unaligned."""
     return value + v.load_as(biases, row * 4, "float32", 1)
 
 

@@ -301,9 +301,9 @@ class Scheduler:
         """The place in which the prompt of a request is being read for another one."""
         if self._forward.program is None:
             return None
-        wanted = _list_wanted(ticket)
-        places = (place for place, other in self._reading.items() if _list_wanted(other) == wanted)
-        return next(places, None)
+        wanted = _describe_prompt(ticket)
+        reading = self._reading.items()
+        return next((place for place, own in reading if _describe_prompt(own) == wanted), None)
 
     def _let_next_read(self, place: int) -> None:
         """Let the first of those read the prompt for whom ``place`` will not read it."""
@@ -486,7 +486,7 @@ def _get_answer(ticket: Ticket) -> Answer:
     return ticket.answer
 
 
-def _list_wanted(ticket: Ticket) -> tuple[list[int], int | None]:
+def _describe_prompt(ticket: Ticket) -> tuple[list[int], int | None]:
     """The tokens of a prompt, and if it is scored, the number of alternatives to each."""
     request = ticket.request
     return list(request.prompt_ids), (request.alternatives or 0) if request.scores_prompt else None

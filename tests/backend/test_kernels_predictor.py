@@ -40,7 +40,7 @@ def test_the_low_rank_predictor_lists_scores_from_the_threshold_on(precision: Pr
         for weights, scales in (inner, outer)
         for part in (weights, scales)
     ]
-    parts.append(allocate("uint8", 4 + 4 * neurons)[4:])  # an expert's biases begin at no line
+    parts.append(allocate("uint8", 4 + 4 * neurons)[4:])  # an expert's biases are unaligned
     parts[-1][:] = bias.view(np.uint8)
     kernel(neurons, 3.0, 0, 1, *arrays, *parts, *middle, scores, indices, found)
     plain = [packing.dequantize(*pair, size) for pair, size in ((inner, hidden), (outer, rank))]

@@ -52,10 +52,9 @@ class _Codes:
         self.scales = view(length, "float32", 256 if kind == "q8_k" else 32)
         self.view_products = partial(view, length + length // 8, "float32", 32)
         sums = length + length // (64 if kind == "q8_k" else 4)
-        self.view_sums = [partial(view, sums, "int32", 32)]
-        if kind == "q8_k":
-            halves = partial(view, sums + length // 8, "int16", 32)
-            self.view_sums = [partial(view, sums, "int16", 16), halves]
+        wide = [(sums, "int16", 16), (sums + length // 8, "int16", 32)]
+        places = wide if kind == "q8_k" else [(sums, "int32", 32)]
+        self.view_sums = [partial(view, *place) for place in places]
 
 
 def quantize_q8_k(own: Arguments) -> None:
